@@ -1,0 +1,6 @@
+"""`python -m probe`."""
+
+from probe.cli import run
+
+if __name__ == "__main__":
+    run()

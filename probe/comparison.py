@@ -1,0 +1,213 @@
+"""What a comparison found: plain data, joined to nothing that prints or exits.
+
+`compare` builds a `Comparison`; the reports, the CLI and the pytest plugin read it. This module must not know how a
+difference is measured or how it is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from probe.point import Kind
+
+
+class Outcome(str, Enum):
+    """The answer to the whole question. Its exit status: 0 equivalent, 1 different, 2 for the other two."""
+
+    EQUIVALENT = "equivalent"
+    DIFFERENT = "different"
+    INCONCLUSIVE = "inconclusive"
+    NOT_COMPARABLE = "not comparable"
+
+    @property
+    def exit_status(self) -> int:
+        """Status that `probe diff` exits with."""
+        return {Outcome.EQUIVALENT: 0, Outcome.DIFFERENT: 1}.get(self, 2)
+
+
+class Verdict(str, Enum):
+    """The answer for one check, in the words of the report."""
+
+    IDENTICAL = "identical"
+    """Every compared value is bit-identical in what was recorded."""
+    WITHIN = "within"
+    ABOVE = "above"
+    NOT_FINITE = "not finite"
+    MISSING = "missing"
+    """A required quantity is in no candidate."""
+    UNEXPECTED = "unexpected"
+    NOT_COMPARABLE = "not comparable"
+    """Nothing matched, or shapes differ, or what came before makes it meaningless (other data)."""
+    RECORDED_ONLY = "recorded only"
+
+
+class Origin(str, Enum):
+    """Whether the first divergence arose where it is seen."""
+
+    HERE = "here"
+    """What entered the module was within tolerance."""
+    BEFORE = "before"
+    """Something that entered it was already off, or could not be compared."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where in training a value was taken."""
+
+    step: int
+    rank: int
+    kind: Kind
+    name: str
+    item: str = ""
+    microbatch: int | None = None
+    """None for quantities that exist once per step."""
+    call: int = 0
+    order: int = -1
+    """Execution index within the step, in the baseline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worst:
+    """The cell of a check that came closest to its tolerance, or passed it furthest."""
+
+    place: Place
+    expected: float | str
+    """The baseline's value: the number itself, a tensor's l2 norm, or text."""
+    actual: float | str
+    difference: float
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """One row of the table: a family of quantities, its metric and its tolerance."""
+
+    what: str
+    """Name of the family, e.g. `attention outputs`."""
+    where: str
+    """Where in the job's code the values were taken, in words."""
+    form: str
+    """How it was judged: `calibrated`, `exact`, `rel`, `abs`, `rel or abs`, `rel + abs`, `ratio`, `record only`."""
+    metric: str
+    """How the difference is measured, naming its denominator."""
+    verdict: Verdict
+    difference: float
+    """At the worst cell (largest difference / tolerance); NaN if nothing was compared."""
+    unit: str
+    """`relative`, `absolute` or `` (exact kinds)."""
+    tolerance: float
+    """At the worst cell."""
+    spread: float
+    """Largest difference of the unmodified code with itself, over the cells of the check; NaN if not known."""
+    worst: Worst | None
+    quantities: int
+    """Number of distinct series of the check."""
+    cells: int
+    """(series, microbatch, step, rank) cells judged."""
+    above: int
+    """Cells above tolerance."""
+    not_compared: int
+    """Cells present in one arm only, or of another shape, or beyond the horizon."""
+    not_compared_why: str = ""
+    smallest_detectable: float = float("nan")
+    """Least relative change that would have been flagged, at the first judged step; NaN if not known."""
+    vacuous: bool = False
+    """A scrambled run would pass this check."""
+    assumed: bool = False
+    """At least one tolerance is an assumed floor: nothing was measured."""
+    horizon: int | None = None
+    """Last step judged in every quantity of the check, when shorter than the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstDivergence:
+    """The earliest quantity, in execution order, that is above its tight tolerance."""
+
+    place: Place
+    ranks: tuple[int, ...]
+    """Ranks on which it is above."""
+    difference: float
+    tolerance: float
+    expected: float | str
+    actual: float | str
+    origin: Origin
+    phase: str
+    """In words: `batch`, `forward`, `loss`, `backward`, `gradient reduction`, `clipping`, `optimizer update`, `schedule`, `state`."""
+    because: str
+    """One sentence for the origin: what entered it and how far that was off."""
+    after: str = ""
+    """One sentence that summarises what differs after it."""
+    next: str = ""
+    """What to record to narrow it down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What could be matched at all."""
+
+    matched: int
+    """Cells present in both arms with the same shape."""
+    missing: tuple[str, ...] = ()
+    """Labels in the baseline only."""
+    unexpected: tuple[str, ...] = ()
+    """Labels in the candidate only."""
+    reshaped: tuple[str, ...] = ()
+    retyped: tuple[str, ...] = ()
+    """Labels whose shape, or element type, differs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """One capture that took part."""
+
+    arm: str
+    """`baseline` or `candidate`."""
+    path: str
+    run_id: str
+    ranks: int
+    world_size: int
+    steps: tuple[int, ...]
+    command: str = ""
+    seed: str = ""
+    commit: str = ""
+    dirty: bool | None = None
+    perturb: str = ""
+    created_utc: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    """Missing ranks, runs not closed cleanly, dropped steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSummary:
+    """The largest difference / tolerance between two runs."""
+
+    first: str
+    second: str
+    relation: str
+    """`baseline pair`, `candidate pair` or `cross pair`."""
+    ratio: float
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Everything that a report needs."""
+
+    outcome: Outcome
+    reason: str
+    """One sentence: why this outcome, with the closest call when equivalent and the first divergence when different."""
+    checks: tuple[CheckResult, ...]
+    first_divergence: FirstDivergence | None
+    coverage: Coverage
+    runs: tuple[RunSummary, ...]
+    pairs: tuple[PairSummary, ...] = ()
+    provenance_changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was not recorded or not judged, and why; assumptions; warnings."""
+    more_runs: str = ""
+    """When inconclusive: the runs to add."""
+    tolerances: str = ""
+    """Path of the tolerance file, or empty."""

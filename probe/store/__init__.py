@@ -1,0 +1,1 @@
+"""The capture format. The only place that imports h5py."""
