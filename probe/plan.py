@@ -1,0 +1,292 @@
+"""What is recorded and how it is judged, as one value that both sides read.
+
+A plan is decided once, by the defaults or by a plan file, and travels to the recording processes as plain values.
+Recording asks `Plan.records` and `Plan.keeps`, judging asks the checks. This module must not know how a value is taken,
+stored or compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from probe.check import FORMS, NEEDS, Check, default_checks
+from probe.errors import PlanError
+from probe.point import Kind
+from probe.selection import (
+    ALL_STEPS,
+    KINDS,
+    StepSet,
+    glob_pattern,
+    matches,
+    nearest,
+    parse_steps,
+    patterns_by_kind,
+    split_kind,
+)
+
+__all__ = [
+    "ALL_STEPS",
+    "FORMS",
+    "NEEDS",
+    "Check",
+    "Plan",
+    "StepSet",
+    "default_checks",
+    "default_plan",
+    "glob_pattern",
+    "load_plan",
+    "parse_steps",
+    "plan_from_dict",
+]
+
+_RECORD_KEYS = ("exclude", "full", "include", "kinds", "steps")
+_CHECK_KEYS = (
+    "abs",
+    "form",
+    "k",
+    "kinds",
+    "leaf",
+    "ratio",
+    "rel",
+    "required",
+    "select",
+    "steps",
+    "what",
+    "where",
+    "without",
+)
+_TOP_KEYS = ("check", "default_checks", "record")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Say what is recorded, in which steps, and the checks that judge it."""
+
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    include: tuple[str, ...] = ()
+    """Selections. A kind that none of them speaks of is recorded whole."""
+    exclude: tuple[str, ...] = ()
+    """Selections that are not recorded, included or not."""
+    full: tuple[str, ...] = ()
+    """Selections whose tensors are kept whole beside their summaries."""
+    steps: StepSet = ALL_STEPS
+    checks: tuple[Check, ...] = ()
+
+    def __post_init__(self) -> None:
+        for selection in (*self.include, *self.exclude, *self.full):
+            split_kind(selection)
+
+    def records(self, kind: Kind, name: str, item: str = "") -> bool:
+        """Say whether a quantity is recorded at all; steps are asked separately."""
+        if kind not in self.kinds:
+            return False
+        include = patterns_by_kind(self.include)[kind]
+        if include is not None and not matches(include, name, item):
+            return False
+        return not matches(patterns_by_kind(self.exclude)[kind], name, item)
+
+    def keeps(self, kind: Kind, name: str, item: str = "") -> bool:
+        """Say whether a quantity's tensor is kept whole."""
+        return bool(self.full) and matches(patterns_by_kind(self.full)[kind], name, item)
+
+    def narrowed(self, *, steps: str | None = None, full: Iterable[str] = ()) -> Plan:
+        """Return the plan with the steps, and the further full tensors, of a command line."""
+        wanted = self.steps if steps is None else parse_steps(steps)
+        return replace(self, steps=wanted, full=(*self.full, *full))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values (for JSON), in the structure of a plan file; `plan_from_dict` reads it."""
+        record = {
+            "kinds": [kind.value for kind in self.kinds],
+            "include": list(self.include),
+            "exclude": list(self.exclude),
+            "full": list(self.full),
+            "steps": str(self.steps),
+        }
+        return {"record": record, "check": [_check_as_dict(check) for check in self.checks], "default_checks": False}
+
+
+def _check_as_dict(check: Check) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "what": check.what,
+        "where": check.where,
+        "form": check.form,
+        "required": check.required,
+        "kinds": [kind.value for kind in check.kinds],
+        "select": list(check.select),
+        "leaf": list(check.leaf),
+        "without": list(check.without),
+        "rel": check.rel,
+        "abs": check.abs,
+        "ratio": check.ratio,
+        "k": check.k,
+        "steps": None if check.steps is None else str(check.steps),
+    }
+    return {name: value for name, value in plain.items() if value not in (None, [])}
+
+
+def default_plan() -> Plan:
+    """Return the plan that is used without a plan file: everything, in every step, judged by the default checks."""
+    return Plan(checks=default_checks())
+
+
+def load_plan(path: Path | str) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PlanError: The file cannot be read, is no TOML, or has a key or value that a plan does not have.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise PlanError(f"Plan {str(path)!r} cannot be read: {error.strerror}. Check the path.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"Plan {str(path)!r} is not valid TOML: {error}.") from error
+    try:
+        return plan_from_dict(data)
+    except PlanError as error:
+        # add_note needs Python 3.11; the CLI prints `__notes__` on any version.
+        error.__notes__ = [*getattr(error, "__notes__", []), f"The plan is {str(path)!r}."]  # type: ignore[attr-defined]
+        raise
+
+
+def plan_from_dict(data: Mapping[str, Any]) -> Plan:
+    """Make a plan from the plain values of a plan file or of `Plan.as_dict`.
+
+    Raises:
+        PlanError: A key is unknown or a value has the wrong type or range.
+    """
+    _known(data, _TOP_KEYS, "the plan")
+    record = _table(data.get("record", {}), "record")
+    _known(record, _RECORD_KEYS, "[record]")
+    kinds = _kinds(record, "[record]") if "kinds" in record else tuple(Kind)
+    if not kinds:
+        raise PlanError(
+            f"Key 'kinds' of [record] is empty, so nothing would be recorded. Allowed: {', '.join(sorted(KINDS))}."
+        )
+    entries = data.get("check", [])
+    if not isinstance(entries, list):
+        raise PlanError(f"Key 'check' of the plan is {_described(entries)}, not a list of tables. Write [[check]].")
+    checks = tuple(_check(_table(entry, f"check {number}"), number) for number, entry in enumerate(entries, 1))
+    with_defaults = _typed(data, "default_checks", bool, "true or false", "the plan", True)
+    include, exclude, full = (_selections(record, name, "[record]", ()) for name in ("include", "exclude", "full"))
+    return Plan(
+        kinds=kinds,
+        include=include,
+        exclude=exclude,
+        full=full,
+        steps=_steps(record, "[record]") or ALL_STEPS,
+        checks=checks + (default_checks() if with_defaults else ()),
+    )
+
+
+def _check(table: Mapping[str, Any], number: int) -> Check:
+    where = f"[[check]] {number}"
+    _known(table, _CHECK_KEYS, where)
+    what = _typed(table, "what", str, "text", where, "")
+    if not what:
+        raise PlanError(f"Key 'what' of {where} is missing. It names the row of the table.")
+    where = f"{where} ({what!r})"
+    form = _typed(table, "form", str, "text", where, "calibrated")
+    select = _selections(table, "select", where, ("*",))
+    bounds = {name: _number(table, name, where) for name in ("rel", "abs", "ratio", "k")}
+    try:
+        return Check(
+            what=what,
+            where=_typed(table, "where", str, "text", where, ", ".join(select)),
+            form=form,
+            required=_typed(table, "required", bool, "true or false", where, form != "record only"),
+            kinds=_kinds(table, where) if "kinds" in table else (),
+            select=select,
+            leaf=_selections(table, "leaf", where, ()),
+            without=_selections(table, "without", where, ()),
+            steps=_steps(table, where),
+            **bounds,
+        )
+    except PlanError as error:
+        error.__notes__ = [*getattr(error, "__notes__", []), f"It is entry {number} of [[check]]."]  # type: ignore[attr-defined]
+        raise
+
+
+def _known(table: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in allowed:
+            raise PlanError(f"Key {key!r} of {where} is unknown.{nearest(key, allowed)}")
+
+
+def _described(value: object) -> str:
+    names = {bool: "a truth value", int: "a number", float: "a number", str: "text", list: "a list", dict: "a table"}
+    return f"{value!r} ({names.get(type(value), type(value).__name__)})"
+
+
+def _table(value: object, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise PlanError(f"Key {name!r} of the plan is {_described(value)}, not a table.")
+    return value
+
+
+def _typed(table: Mapping[str, Any], key: str, kind: type[_T], words: str, where: str, default: _T) -> _T:
+    value = table.get(key, default)
+    if not isinstance(value, kind):
+        raise PlanError(f"Key {key!r} of {where} is {_described(value)}, not {words}.")
+    return value
+
+
+def _number(table: Mapping[str, Any], key: str, where: str) -> float | None:
+    value = table.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise PlanError(f"Key {key!r} of {where} is {_described(value)}, not a number.")
+    return float(value)
+
+
+def _texts(table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    value = table[key]
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+        raise PlanError(f"Key {key!r} of {where} is {_described(value)}, not text or a list of texts.")
+    return tuple(values)
+
+
+def _selections(table: Mapping[str, Any], key: str, where: str, default: tuple[str, ...]) -> tuple[str, ...]:
+    if key not in table:
+        return default
+    selections = _texts(table, key, where)
+    try:
+        for selection in selections:
+            split_kind(selection)
+    except PlanError as error:
+        raise PlanError(f"Key {key!r} of {where} cannot be used. {error}") from None
+    return selections
+
+
+def _kinds(table: Mapping[str, Any], where: str) -> tuple[Kind, ...]:
+    words = _texts(table, "kinds", where)
+    for word in words:
+        if word not in KINDS:
+            raise PlanError(f"Key 'kinds' of {where} has {word!r}, which is no kind.{nearest(word, KINDS)}")
+    return tuple(Kind(word) for word in words)
+
+
+def _steps(table: Mapping[str, Any], where: str) -> StepSet | None:
+    value = table.get("steps")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise PlanError(f"Key 'steps' of {where} is {_described(value)}, not text such as '1-5,10'.")
+    try:
+        return parse_steps(str(value))
+    except PlanError as error:
+        raise PlanError(f"Key 'steps' of {where} cannot be used. {error}") from None
