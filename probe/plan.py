@@ -145,7 +145,7 @@ def load_plan(path: Path | str) -> Plan:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib
+        import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
     path = Path(path)
     try:
         data = tomllib.loads(path.read_bytes().decode("utf-8"))

@@ -128,7 +128,7 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     import difflib
 
     names = sorted(allowed)
-    close = difflib.get_closematches(word, names, n=1)
+    close = difflib.get_close_matches(word, names, n=1)
     meant = f" Did you mean {close[0]!r}?" if close else ""
     return f"{meant} Allowed: {', '.join(names)}."
 
