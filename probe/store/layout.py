@@ -1,13 +1,15 @@
-"""What one segment of a capture holds: the rows of one step on one rank.
+"""What one segment of a capture holds: the rows of one step on one rank, and the tables of the file they go to.
 
 The recorder fills a `StepRows`, the writer stores it, the reader returns it. It is plain numpy, so that judging never
-needs torch and recording never needs to know HDF5.
+needs torch and recording never needs to know HDF5. Writer and reader agree through `TABLES`.
 
-Shapes: Q quantities recorded in the step, K sketch buckets, N samples.
+Shapes: S steps in the file (1 in version 1), Q quantities recorded in the step, K sketch buckets, N samples,
+R stored sketches, P stored samples.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,32 @@ SKETCH_K = 251
 estimated norm 1/sqrt(2k) = 4.5 %). Source: the project's statistics study, section 5."""
 SAMPLES = 64
 """Sampled values per tensor; the custom of the pull requests this tool serves (huggingface/peft#3712)."""
+
+RANK_FOLDER = re.compile(r"rank(\d{5})")
+SEGMENT_FILE = re.compile(r"step(\d{8})\.h5")
+MANIFEST_FILE = "capture.json"
+END_FILE = "end.json"
+UNFINISHED = ".tmp"
+"""Suffix of a file that is being written. Readers ignore it: it is what a killed process leaves behind."""
+
+
+def rank_folder(rank: int) -> str:
+    """Name the folder of one rank's segments.
+
+    >>> rank_folder(3)
+    'rank00003'
+    """
+    return f"rank{rank:05d}"
+
+
+def segment_file(step: int) -> str:
+    """Name the file of one step.
+
+    >>> segment_file(12)
+    'step00000012.h5'
+    """
+    return f"step{step:08d}.h5"
+
 
 SCALARS = ("l2", "mean", "mean_abs", "rms", "max_abs")
 """Per-tensor reductions, float64 [Q], NaN where the quantity is not a tensor of numbers."""
@@ -77,3 +105,44 @@ class StepRows:
     """[Q] where the value was taken: a call site or the class of the module; may be empty."""
     tensors: dict[Key, FullTensor] = field(default_factory=dict)
     """Tensors kept whole. The reader leaves it empty; it reads them one by one on request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One dataset at the root of a segment."""
+
+    name: str
+    code: str
+    """numpy type string, little endian; `S` for UTF-8 text."""
+    axes: str
+    """One letter for each axis (see the module's legend); `2` is an axis of two."""
+
+
+TABLES = (
+    Table(name="quantity", code="S", axes="Q"),
+    Table(name="kind", code="S", axes="Q"),
+    Table(name="name", code="S", axes="Q"),
+    Table(name="item", code="S", axes="Q"),
+    Table(name="microbatch", code="<i4", axes="Q"),
+    Table(name="call", code="<i4", axes="Q"),
+    Table(name="dtype", code="S", axes="Q"),
+    Table(name="shape", code="S", axes="Q"),
+    Table(name="where", code="S", axes="Q"),
+    Table(name="tensor", code="S", axes="Q"),
+    Table(name="text", code="S", axes="SQ"),
+    Table(name="order", code="<i4", axes="SQ"),
+    Table(name="numel", code="<i8", axes="SQ"),
+    Table(name="nonfinite", code="<i8", axes="SQ"),
+    Table(name="value", code="<f8", axes="SQ"),
+    *(Table(name=name, code="<f8", axes="SQ") for name in SCALARS),
+    Table(name="hash", code="<u8", axes="SQ2"),
+    Table(name="sketch_row", code="<i4", axes="SQ"),
+    Table(name="sketch", code="<f4", axes="SRK"),
+    Table(name="sample_row", code="<i4", axes="SQ"),
+    Table(name="sample", code="<f4", axes="SPN"),
+)
+"""Every table of a segment. `tensor` is the link name under `/tensors` of a quantity kept whole, `sketch_row` and
+`sample_row` index the stored vectors (-1: none), because most rows of a step (scalars, state) have neither."""
+
+TABLES_HASH = "tables_xxh3_128"
+"""Root attribute: 32 hex digits of xxh3_128 over all of `TABLES`, see `probe.store.image.tables_digest`."""

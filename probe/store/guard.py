@@ -1,0 +1,226 @@
+"""Open a segment that somebody else may have made, and hand out only what cannot harm.
+
+An HDF5 file can make its reader open other files, load libraries, and reserve any amount of memory (the project's
+storage study, section 5.6). A segment needs none of that, so it is refused: what is read must be reached by hard links
+alone, lie contiguous inside the file, and have exactly the type that the format gives it. Nothing is read before that
+is established. This module must not know what the tables mean.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t
+
+from probe.errors import CaptureError, CaptureFormatError
+from probe.store.layout import FORMAT_SEGMENT, FORMAT_VERSION
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_LAYOUTS = {h5d.COMPACT: "in the header", h5d.CHUNKED: "in chunks", h5d.VIRTUAL: "virtual, in other files"}
+_CLASSES = {
+    h5t.INTEGER: "integer",
+    h5t.FLOAT: "floating point",
+    h5t.STRING: "text",
+    h5t.BITFIELD: "bit field",
+    h5t.OPAQUE: "opaque",
+    h5t.COMPOUND: "compound",
+    h5t.REFERENCE: "reference",
+    h5t.ENUM: "enumeration",
+    h5t.VLEN: "variable length",
+    h5t.ARRAY: "array",
+}
+_ATTRIBUTE_NBYTES = 65536
+AGAIN = "Record the run again, or delete the file to go on without the step"
+"""What to do about a file that cannot be trusted."""
+
+
+@contextmanager
+def open_segment(path: Path) -> Iterator[Segment]:
+    """Open a segment for reading.
+
+    Raises:
+        CaptureError: The file cannot be opened.
+        CaptureFormatError: It is no segment, truncated, damaged, hostile, or of a newer version. Errors that HDF5
+            raises while it is open become this too.
+    """
+    size = _regular_size(path)
+    file = None
+    try:
+        file = h5py.File(path, "r", locking=False)
+        segment = Segment(path=path, size=size, root=h5g.open(file.id, b"/"))
+        segment.require_version()
+        yield segment
+    except CaptureError:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError, UnicodeDecodeError) as error:
+        reason = "truncated" if "truncated" in str(error) else "damaged"
+        raise CaptureFormatError(f"Segment {path} is {reason}: {error}. {AGAIN}.") from error
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _regular_size(path: Path) -> int:
+    """Look at a file before HDF5 does: a pipe would hang it, and a device would be read."""
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise CaptureFormatError(f"Segment {path} is no regular file. Remove it.")
+        with open(path, "rb") as file:
+            start = file.read(len(_SIGNATURE))
+    except OSError as error:
+        raise CaptureError(f"Segment {path} cannot be read: {error.strerror}.") from error
+    if start != _SIGNATURE:
+        what = "empty" if not status.st_size else "no HDF5 file"
+        raise CaptureFormatError(f"Segment {path} is {what}. {AGAIN}.")
+    return status.st_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """An open segment."""
+
+    path: Path
+    size: int
+    """Bytes of the file."""
+    root: h5g.GroupID
+
+    def refuse(self, what: str, why: str) -> CaptureFormatError:
+        """Make the error that says what is not read, and why."""
+        return CaptureFormatError(f"Segment {self.path} is not read: {what} {why}. {AGAIN}.")
+
+    def require_version(self) -> None:
+        """Refuse what is no segment, or has a newer major version."""
+        names = {h5a.open(self.root, index=index).name for index in range(h5a.get_num_attrs(self.root))}
+        if b"probe_format" not in names or self.text(self.root, "probe_format") != FORMAT_SEGMENT:
+            raise CaptureFormatError(f"File {self.path} is no segment of a capture. Remove it.")
+        version = self.number(self.root, "probe_format_version")
+        if version > FORMAT_VERSION:
+            raise CaptureFormatError(
+                f"Segment {self.path} has format version {version}, and this probe reads up to {FORMAT_VERSION}. "
+                "Install a newer trainprobe."
+            )
+        if version < 1:
+            raise self.refuse("attribute 'probe_format_version'", f"is {version}, which no version ever was")
+
+    def number(self, owner: h5g.GroupID | h5d.DatasetID, name: str) -> int:
+        """Read an attribute that is one 64-bit integer."""
+        return int(self._attribute(owner, name, h5t.INTEGER))
+
+    def text(self, owner: h5g.GroupID | h5d.DatasetID, name: str) -> str:
+        """Read an attribute that is one UTF-8 text of fixed length."""
+        return bytes(self._attribute(owner, name, h5t.STRING)).decode()
+
+    def _attribute(self, owner: h5g.GroupID | h5d.DatasetID, name: str, kind: int) -> Any:
+        if not h5a.exists(owner, name.encode()):
+            raise self.refuse(f"attribute {name!r}", "is missing")
+        attribute = h5a.open(owner, name.encode())
+        found = attribute.get_type()
+        if found.get_class() != kind or (kind == h5t.STRING and found.is_variable_str()):
+            raise self.refuse(f"attribute {name!r}", f"is {_type_name(found)}, not {_CLASSES[kind]} of fixed length")
+        if attribute.shape != () or found.get_size() > _ATTRIBUTE_NBYTES:
+            raise self.refuse(
+                f"attribute {name!r}", f"has shape {attribute.shape} and {found.get_size()} bytes for each"
+            )
+        value = np.empty((), dtype="<i8" if kind == h5t.INTEGER else f"S{found.get_size()}")
+        attribute.read(value, mtype=h5t.STD_I64LE if kind == h5t.INTEGER else found)
+        return value[()]
+
+    def _object(self, parent: h5g.GroupID, name: bytes, wanted: int) -> h5g.GroupID | h5d.DatasetID:
+        what = f"{'dataset' if wanted == h5o.TYPE_DATASET else 'group'} {name.decode('utf-8', 'replace')!r}"
+        if b"/" in name or name in (b"", b"."):
+            raise self.refuse(what, "has a name that leads elsewhere")
+        if name not in parent:  # looks at the link alone
+            raise self.refuse(what, "is missing")
+        link = parent.links.get_info(name).type
+        if link != h5l.TYPE_HARD:
+            kind = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}.get(
+                link, "a foreign link"
+            )
+            raise self.refuse(what, f"is {kind}")
+        found = h5o.open(parent, name)
+        expected = h5d.DatasetID if wanted == h5o.TYPE_DATASET else h5g.GroupID
+        if not isinstance(found, expected):
+            raise self.refuse(what, f"is a {type(found).__name__.removesuffix('ID').lower()}")
+        return found
+
+    def group(self, parent: h5g.GroupID, name: bytes) -> h5g.GroupID:
+        """Open a group by hard link."""
+        return self._object(parent, name, h5o.TYPE_GROUP)
+
+    def dataset(self, parent: h5g.GroupID, name: bytes) -> h5d.DatasetID:
+        """Open a dataset by hard link whose data lies contiguous inside this file."""
+        found = self._object(parent, name, h5o.TYPE_DATASET)
+        what = f"dataset {name.decode('utf-8', 'replace')!r}"
+        made = found.get_create_plist()
+        if made.get_external_count():
+            raise self.refuse(what, "keeps its data in another file")
+        layout = made.get_layout()
+        if layout != h5d.CONTIGUOUS:
+            filters = [str(made.get_filter(index)[0]) for index in range(made.get_nfilters())]
+            stored = _LAYOUTS.get(layout, f"in layout {layout}") + (
+                f" with filters {', '.join(filters)}" if filters else ""
+            )
+            raise self.refuse(what, f"is stored {stored}, and a segment's data lies contiguous")
+        count = 1
+        for length in found.shape:
+            count *= int(length)
+        nbytes = count * found.get_type().get_size()
+        if not nbytes:
+            return found
+        offset = found.get_offset()
+        if offset is None or found.get_storage_size() < nbytes or offset + nbytes > self.size:
+            raise self.refuse(what, f"has shape {found.shape}, {nbytes} bytes, in a file of {self.size}")
+        return found
+
+    def array(self, parent: h5g.GroupID, name: bytes, kind: h5t.TypeID, code: str) -> npt.NDArray[Any]:
+        """Read a dataset that has exactly the given type, bit by bit.
+
+        Args:
+            parent: Group that holds it.
+            name: Link name.
+            kind: HDF5 type.
+            code: numpy type string for the same bits.
+        """
+        found = self.typed(parent, name, kind)
+        array = np.empty(found.shape, dtype=code)
+        if array.size:
+            found.read(h5s.ALL, h5s.ALL, array, mtype=kind)
+        return array
+
+    def typed(self, parent: h5g.GroupID, name: bytes, kind: h5t.TypeID) -> h5d.DatasetID:
+        """Open a dataset that has exactly the given type."""
+        found = self.dataset(parent, name)
+        have = found.get_type()
+        if have != kind:
+            what = f"dataset {name.decode('utf-8', 'replace')!r}"
+            raise self.refuse(what, f"is {_type_name(have)}, not {_type_name(kind)}")
+        return found
+
+    def texts(self, parent: h5g.GroupID, name: bytes) -> tuple[list[bytes], tuple[int, ...]]:
+        """Read a dataset of UTF-8 texts, of fixed or variable length.
+
+        Returns:
+            The texts in C order, and the dataset's shape.
+        """
+        found = self.dataset(parent, name)
+        kind = found.get_type()
+        if kind.get_class() != h5t.STRING:
+            raise self.refuse(f"dataset {name.decode()!r}", f"is {_type_name(kind)}, not text")
+        array = np.empty(found.shape, dtype=kind.dtype)
+        if array.size:
+            found.read(h5s.ALL, h5s.ALL, array, mtype=kind)
+        return [text or b"" for text in array.reshape(-1).tolist()], found.shape
+
+
+def _type_name(kind: h5t.TypeID) -> str:
+    return f"{_CLASSES.get(kind.get_class(), 'unknown')} of {kind.get_size()} bytes"
