@@ -83,16 +83,17 @@ class _CandidateList(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
-        taking = False
-        for arg in args:
-            if arg.startswith("-") and arg != "-":
-                taking = arg == "--candidate"
-                if not taking:
-                    spread.append(arg)
-                continue
-            spread += ["--candidate", arg] if taking else [arg]
-        if args and args[-1] == "--candidate":
-            spread.append("--candidate")
+        taking = waiting = False
+        for arg in [*args, ""]:
+            if not arg or arg.startswith("-"):
+                if waiting:
+                    raise click.BadOptionUsage("candidate", "Option '--candidate' requires at least one capture.", ctx)
+                taking = arg == "--candidate" or arg.startswith("--candidate=")
+                waiting = arg == "--candidate"
+                spread += [] if waiting or not arg else [arg]
+            else:
+                spread += ["--candidate", arg] if taking else [arg]
+                waiting = False
         return super().parse_args(ctx, spread)
 
 
@@ -237,7 +238,7 @@ def diff(
     github: bool,
     force: bool,
 ) -> int:
-    """Compare recorded runs and say whether the candidate is equivalent.
+    """Compare runs: is the candidate equivalent to the baseline?
 
     Exit status: 0 equivalent, 1 different, 2 could not tell.
 
@@ -355,7 +356,7 @@ def _write_reports(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--names", is_flag=True, help="Print the names of the quantities, one a line.")
 def show(capture: Path, name: str, step: int | None, rank: int | None, as_json: bool, names: bool) -> None:
-    """Show what a capture holds: ranks, steps, problems, quantities and values.
+    """Show what a capture holds: ranks, steps, quantities, values.
 
     NAME is a glob over quantities, such as 'loss/*' or 'blocks.#.attn'.
 

@@ -1,0 +1,253 @@
+"""The comparison as Markdown for a pull request: the table a reviewer reads, and what lets them repeat it.
+
+Cells that depart from their tolerance say in how many of their values, where most, and both values. This module must
+not know how anything was judged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import PurePath
+
+from probe.comparison import CheckResult, Comparison, RunSummary, Verdict
+from probe.report import words
+
+MOST = 20
+"""Names listed of what could not be matched."""
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """Return the Markdown text, with a newline at the end."""
+    sections = (
+        [f"### Numerical comparison: {comparison.outcome.value}", "", _escaped(words.sentence(comparison))],
+        list(_table(comparison)),
+        list(_divergence(comparison)),
+        list(_not_judged(comparison)),
+        list(_bullets("Differences between the arms", comparison.provenance_changes)),
+        list(_bullets("Notes", comparison.notes)),
+        list(_bullets("Runs to add", [comparison.more_runs] if comparison.more_runs else [])),
+        list(_pairs(comparison)),
+        list(_runs(comparison)),
+        list(_environment(comparison)),
+        list(_reproduce(comparison)),
+    )
+    return "\n\n".join("\n".join(section) for section in sections if section) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Make text safe inside a table cell and outside code spans."""
+    return re.sub(r"([\\|*_<>`~\[\]])", r"\\\1", text).replace("\n", " ")
+
+
+def _code(text: str) -> str:
+    """Write a code span; a bar would end the table cell even there, so it is escaped, as GitHub wants it."""
+    text = text.replace("\n", " ").replace("|", "\\|")
+    ticks = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{ticks}{space}{text}{space}{ticks}"
+
+
+def _where(text: str) -> str:
+    """Escape a description, whose code spans stay code spans."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return _escaped(text)
+    return "".join(_code(part) if number % 2 else _escaped(part) for number, part in enumerate(parts))
+
+
+def _rows(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    header = list(header)
+    yield f"| {' | '.join(header)} |"
+    yield f"|{' --- |' * len(header)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _table(comparison: Comparison) -> Iterator[str]:
+    if not comparison.checks:
+        return
+    header = ("What is recorded", "Where", "Unmodified vs itself", "Actual difference to baseline", "Tolerance")
+    rows = (
+        (_what(check), _where(check.where), words.spread(check), _difference(check), _tolerance(check))
+        for check in words.by_severity(comparison.checks)
+    )
+    yield from _rows(header, rows)
+    legend = words.legend(comparison.checks)
+    if legend:
+        yield ""
+        yield "<br>".join(_escaped(line) for line in legend)
+
+
+def _what(check: CheckResult) -> str:
+    if not check.cells:
+        return _escaped(check.what)
+    one = "quantity" if check.quantities == 1 else "quantities"
+    return f"{_escaped(check.what)} ({check.quantities:,} {one}, {check.cells:,} values)"
+
+
+def _difference(check: CheckResult) -> str:
+    text = words.actual_difference(check)
+    if check.verdict in words.FAILING:
+        text = f"{text}, **{words.verdict(check)}**" if text != words.NOTHING else f"**{words.verdict(check)}**"
+        if check.worst is not None:
+            place, expected, actual = check.worst.place, *words.pair(check.worst.expected, check.worst.actual)
+            where = f"step {place.step}, rank {place.rank}, {_code(words.quantity(place))}"
+            text += f"; worst at {where}: expected {_escaped(expected)}, actual {_escaped(actual)}"
+    elif check.verdict in (Verdict.NOT_COMPARABLE, Verdict.RECORDED_ONLY):
+        text = f"{text}, {check.verdict.value}" if text != words.NOTHING else check.verdict.value
+    return text
+
+
+def _tolerance(check: CheckResult) -> str:
+    notes = []
+    if check.form not in ("calibrated", "exact", "record only"):
+        notes.append(check.form)
+    if check.assumed:
+        notes.append("assumed")
+    if check.vacuous:
+        notes.append("vacuous")
+    if not math.isnan(check.smallest_detectable):
+        notes.append(f"sees {words.difference(check.smallest_detectable, 'relative')}")
+    return words.tolerance(check) + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _divergence(comparison: Comparison) -> Iterator[str]:
+    found = comparison.first_divergence
+    if found is None:
+        return
+    place, _, name = words.divergence_place(found, words.world_size(comparison)).partition(": ")
+    yield f"**First divergence:** {place}: {_code(name)} ({_escaped(found.phase)})"
+    yield ""
+    yield f"* {_escaped(words.divergence_values(found))}"
+    for label, text in (
+        ("origin " + found.origin.value, found.because),
+        ("after it", found.after),
+        ("next", found.next),
+    ):
+        if text:
+            yield f"* {label}: {_where(text)}"
+
+
+def _not_judged(comparison: Comparison) -> Iterator[str]:
+    lines = []
+    for check in comparison.checks:
+        if check.verdict is Verdict.RECORDED_ONLY:
+            lines.append(f"{_escaped(check.what)}: recorded only")
+        if check.not_compared:
+            why = f": {_escaped(check.not_compared_why)}" if check.not_compared_why else ""
+            lines.append(f"{_escaped(check.what)}: {check.not_compared:,} values not compared{why}")
+        if check.horizon is not None:
+            lines.append(
+                f"{_escaped(check.what)}: judged up to step {check.horizon}, where unmodified runs drift apart"
+            )
+    coverage = comparison.coverage
+    for title, names in (
+        ("Only in the baseline", coverage.missing),
+        ("Only in the candidate", coverage.unexpected),
+        ("With another shape", coverage.reshaped),
+        ("With another element type", coverage.retyped),
+    ):
+        if names:
+            more = f" and {len(names) - MOST:,} more" if len(names) > MOST else ""
+            lines.append(f"{title} ({len(names):,}): {', '.join(_code(name) for name in names[:MOST])}{more}")
+    yield f"**Not recorded or not judged** ({coverage.matched:,} values were matched)"
+    yield ""
+    yield from (f"* {line}" for line in lines or ["nothing: all that was recorded in both arms was judged"])
+
+
+def _bullets(title: str, texts: Iterable[str]) -> Iterator[str]:
+    texts = list(texts)
+    if texts:
+        yield f"**{title}**"
+        yield ""
+        yield from (f"* {_where(text)}" for text in texts)
+
+
+def _pairs(comparison: Comparison) -> Iterator[str]:
+    if len(comparison.pairs) < 2:
+        return
+    rows = (
+        (
+            pair.relation,
+            _code(pair.first),
+            _code(pair.second),
+            words.number(pair.ratio),
+            _code(pair.where) if pair.where else "",
+        )
+        for pair in sorted(comparison.pairs, key=lambda pair: pair.relation)
+    )
+    yield from _rows(("Pair", "Run", "Run", "Largest difference / tolerance", "Where"), rows)
+
+
+def _runs(comparison: Comparison) -> Iterator[str]:
+    if not comparison.runs:
+        return
+    rows = (
+        (
+            run.arm + (f" ({_escaped(run.perturb)})" if run.perturb else ""),
+            _code(PurePath(run.path).name or run.run_id),
+            _code(run.commit[:10]) if run.commit else words.NOTHING,
+            {True: "yes", False: "no", None: words.NOTHING}[run.dirty],
+            _code(run.command) if run.command else words.NOTHING,
+            _escaped(run.seed) or words.NOTHING,
+        )
+        for run in comparison.runs
+    )
+    yield from _rows(("Arm", "Run", "Commit", "Dirty", "Command", "Seed"), rows)
+    problems = [f"* {_code(run.path)}: {_escaped(problem)}" for run in comparison.runs for problem in run.problems]
+    if problems:
+        yield ""
+        yield from problems
+
+
+def _environment(comparison: Comparison) -> Iterator[str]:
+    names = sorted({name for run in comparison.runs for name in run.environment})
+    if not names:
+        return
+    yield "<details><summary>Environment</summary>"
+    yield ""
+    for name in names:
+        values = list(dict.fromkeys(run.environment.get(name, "not set") for run in comparison.runs))
+        yield f"* {_code(name)}: {' and '.join(_code(value or ' ') for value in values)}"
+    yield ""
+    yield "</details>"
+
+
+def record_command(run: RunSummary) -> str:
+    """Return the command line that records a run again."""
+    options = ["probe", "record", "-o", run.path]
+    if run.seed:
+        options += ["--seed", run.seed]
+    if run.steps:
+        options += ["--steps", words.steps(run.steps)]
+    if run.perturb:
+        options += ["--perturb", run.perturb]
+    return f"{shlex.join(options)} -- {run.command or '...'}"
+
+
+def _reproduce(comparison: Comparison) -> Iterator[str]:
+    baselines = [run.path for run in comparison.runs if run.arm == "baseline"]
+    candidates = [run.path for run in comparison.runs if run.arm == "candidate"]
+    if not baselines or not candidates:
+        return
+    yield "<details><summary>Reproduce</summary>"
+    yield ""
+    yield "```"
+    for arm in ("baseline", "candidate"):
+        runs = [run for run in comparison.runs if run.arm == arm]
+        commits = ", ".join(dict.fromkeys(words.commit(run) for run in runs))
+        yield f"# {arm}, commit {commits}"
+        yield from (record_command(run) for run in runs)
+        if arm == "baseline" and comparison.tolerances and len(baselines) > 1:
+            yield shlex.join(["probe", "calibrate", *baselines, "-o", comparison.tolerances])
+    captures = (
+        [*baselines, "--candidate", *candidates] if len(baselines) + len(candidates) > 2 else baselines + candidates
+    )
+    tolerances = ["-t", comparison.tolerances] if comparison.tolerances else []
+    yield shlex.join(["probe", "diff", *captures, *tolerances])
+    yield "```"
+    yield ""
+    yield "</details>"

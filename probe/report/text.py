@@ -1,0 +1,220 @@
+"""The comparison on a terminal: a table of checks, failing first, and the verdict as its last line.
+
+Colour is used only where a terminal shows it, and nothing is said by colour alone. Lines fit the width they are given
+(100 columns unless the terminal is narrower), except commands and paths, which are wrapped and never cut. This module
+must not know how anything was judged.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from probe.comparison import CheckResult, Comparison, Outcome, Verdict
+from probe.report import words
+
+WIDTH = 100
+MOST = 10
+"""Names, notes and changes that are shown without `--all`."""
+
+_COLUMNS = (("What is recorded", 26), ("Difference", 10), ("Tolerance", 11), ("Unmodified", 17), ("Sees", 9))
+_STYLES = {Outcome.EQUIVALENT: "bold green", Outcome.DIFFERENT: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Hold one line of the report and the style it has on a terminal."""
+
+    text: str
+    style: str = ""
+
+
+def print_comparison(comparison: Comparison, *, everything: bool = False) -> None:
+    """Print the report to stdout, in colour when that is a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    width = min(WIDTH, max(console.width, 60)) if console.is_terminal else WIDTH
+    for line in report_lines(comparison, everything=everything, width=width):
+        if console.is_terminal:
+            console.print(Text(line.text, style=line.style), soft_wrap=True)
+        else:
+            print(line.text)
+
+
+def to_text(comparison: Comparison, *, everything: bool = False, width: int = WIDTH) -> str:
+    """Return the report as plain text, without a newline at the end."""
+    return "\n".join(line.text for line in report_lines(comparison, everything=everything, width=width))
+
+
+def report_lines(comparison: Comparison, *, everything: bool = False, width: int = WIDTH) -> list[Line]:
+    """Lay the report out.
+
+    Args:
+        comparison: What to show.
+        everything: Detail every check, and name all that is unmatched, instead of ten of each.
+        width: Columns.
+    """
+    most = 10**9 if everything else MOST
+    sections = (
+        list(_table(comparison, everything, width)),
+        list(_divergence(comparison, width)),
+        list(_coverage(comparison, most, width)),
+        list(_listed("Differences between the arms", comparison.provenance_changes, most, width)),
+        list(_listed("Notes", comparison.notes, most, width)),
+        list(_pairs(comparison, width)),
+        list(_runs(comparison, width)),
+        list(_listed("Runs to add", (comparison.more_runs,) if comparison.more_runs else (), most, width)),
+        [Line(text, _STYLES.get(comparison.outcome, "bold yellow")) for text in [words.sentence(comparison)]],
+    )
+    lines: list[Line] = []
+    for section in sections:
+        if section:
+            lines += [Line("")] * bool(lines) + section
+    return lines
+
+
+def _wrapped(text: str, width: int, indent: str = "  ") -> Iterator[Line]:
+    for part in textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    ):
+        yield Line(part)
+
+
+def _row(cells: list[str]) -> str:
+    what, *numbers, verdict = cells
+    text = what.ljust(_COLUMNS[0][1])
+    for cell, (_, width) in zip(numbers, _COLUMNS[1:], strict=True):
+        text += " " + cell.rjust(width)
+    return f"{text}  {verdict}".rstrip()
+
+
+def _table(comparison: Comparison, everything: bool, width: int) -> Iterator[Line]:
+    if not comparison.checks:
+        return
+    yield Line(_row([name for name, _ in _COLUMNS] + ["Verdict"]), "bold")
+    for check in words.by_severity(comparison.checks):
+        what = check.what
+        style = (
+            "red" if check.verdict in words.FAILING else ("yellow" if check.verdict is Verdict.NOT_COMPARABLE else "")
+        )
+        if len(what) > _COLUMNS[0][1]:
+            yield Line(what, style)
+            what = ""
+        cells = [words.actual_difference(check), words.tolerance(check) + words.marks(check), words.spread(check)]
+        yield Line(
+            _row([what, *cells, words.difference(check.smallest_detectable, "relative"), words.verdict(check)]), style
+        )
+        yield from _details(check, everything, width)
+    legend = words.legend(comparison.checks)
+    if any(check.worst is not None for check in comparison.checks):
+        legend.append("Expected and actual are the values themselves; for tensors, their l2 norms.")
+    if legend:
+        yield Line("")
+    for text in legend:
+        yield Line(text, "dim")
+
+
+def _details(check: CheckResult, everything: bool, width: int) -> Iterator[Line]:
+    quiet = check.verdict in (Verdict.IDENTICAL, Verdict.RECORDED_ONLY) and not everything
+    if (check.verdict in words.FAILING or everything) and check.where:
+        yield from _wrapped(f"where: {check.where}", width)
+    if check.worst is not None and not quiet:
+        yield from _wrapped(f"worst: {words.worst(check.worst)}", width)
+    if everything:
+        yield from _wrapped(f"judged: {check.cells:,} values of {check.quantities:,} quantities, {check.form}", width)
+        yield from _wrapped(f"metric: {check.metric}", width)
+    if check.horizon is not None:
+        yield from _wrapped(f"horizon: judged up to step {check.horizon}", width)
+    if check.not_compared:
+        why = f": {check.not_compared_why}" if check.not_compared_why else ""
+        yield from _wrapped(f"not compared: {check.not_compared:,}{why}", width)
+
+
+def _divergence(comparison: Comparison, width: int) -> Iterator[Line]:
+    found = comparison.first_divergence
+    if found is None:
+        return
+    provisional = " (provisional)" if comparison.outcome is Outcome.INCONCLUSIVE else ""
+    place = words.divergence_place(found, words.world_size(comparison))
+    yield from _wrapped(f"First divergence{provisional}: {place}", width, "")
+    yield from _wrapped(f"{words.divergence_values(found)}", width)
+    origin = {"here": "wrong here", "before": "wrong before", "unknown": "origin unknown"}[found.origin.value]
+    yield from _wrapped(f"{origin} ({found.phase}): {found.because}", width)
+    for label, text in (("after it", found.after), ("next", found.next)):
+        if text:
+            yield from _wrapped(f"{label}: {text}", width)
+
+
+def _cut(names: tuple[str, ...], most: int) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
+
+
+def _coverage(comparison: Comparison, most: int, width: int) -> Iterator[Line]:
+    coverage = comparison.coverage
+    named = (
+        ("missing", "only in the baseline", coverage.missing),
+        ("unexpected", "only in the candidate", coverage.unexpected),
+        ("reshaped", "with another shape", coverage.reshaped),
+        ("retyped", "with another element type", coverage.retyped),
+    )
+    counts = ", ".join(f"{len(names):,} {what}" for what, _, names in named if names) or "nothing unmatched"
+    yield Line(f"Coverage: {coverage.matched:,} values matched; {counts}.")
+    for what, meaning, names in named:
+        if names:
+            yield from _wrapped(f"{what} ({meaning}): {_cut(names, most)}", width)
+
+
+def _listed(title: str, texts: tuple[str, ...], most: int, width: int) -> Iterator[Line]:
+    if not texts:
+        return
+    yield Line(f"{title}:")
+    for text in texts[:most]:
+        yield from _wrapped(text, width)
+    if len(texts) > most:
+        yield Line(f"  and {len(texts) - most:,} more (--all shows them)")
+
+
+def _pairs(comparison: Comparison, width: int) -> Iterator[Line]:
+    if len(comparison.pairs) < 2:
+        return
+    yield Line("Largest difference / tolerance of each pair of runs:")
+    for pair in sorted(comparison.pairs, key=lambda pair: pair.relation):
+        ratio = words.NOTHING if math.isnan(pair.ratio) else words.number(pair.ratio)
+        where = f" at {pair.where}" if pair.where else ""
+        yield from _wrapped(f"{pair.relation}, {pair.first} and {pair.second}: {ratio}{where}", width)
+
+
+def _runs(comparison: Comparison, width: int) -> Iterator[Line]:
+    if not comparison.runs:
+        return
+    rows = [("Arm", "Run", "Ranks", "Steps", "Commit", "Seed", "Perturbed")]
+    for run in comparison.runs:
+        name = PurePath(run.path).name or run.run_id
+        ranks = f"{run.ranks} of {run.world_size}"
+        rows.append((run.arm, name, ranks, words.steps(run.steps), words.commit(run), run.seed, run.perturb))
+    rows = [tuple(cell or words.NOTHING for cell in row) for row in rows]  # type: ignore[misc]
+    if not any(run.perturb for run in comparison.runs):
+        rows = [row[:-1] for row in rows]  # type: ignore[misc]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    problems = [(), *(run.problems for run in comparison.runs)]
+    for number, row in enumerate(rows):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield Line(text, "" if number else "bold")
+        for problem in problems[number]:
+            yield from _wrapped(f"problem: {problem}", width)
+    commands = dict.fromkeys((run.arm, run.command) for run in comparison.runs if run.command)
+    for arm, command in commands:
+        yield from _wrapped(f"{arm} command: {command}", width, "")
+    if comparison.tolerances:
+        yield Line(f"Tolerances: {comparison.tolerances}")

@@ -1,0 +1,198 @@
+"""Numbers and places in the words of the reports, so that all of them say the same thing in the same way.
+
+Three significant digits; a relative difference is a percentage from 0.001 % up and a power of ten below. This module
+must not know which report it writes for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from probe.comparison import CheckResult, Comparison, FirstDivergence, Place, RunSummary, Verdict, Worst
+from probe.errors import listed
+from probe.point import STEP_CLOCK, Key
+
+NOTHING = "-"
+"""Stands where there is no number: nothing was compared, or nothing is known."""
+
+SEVERITY = (
+    Verdict.NOT_FINITE,
+    Verdict.MISSING,
+    Verdict.ABOVE,
+    Verdict.UNEXPECTED,
+    Verdict.NOT_COMPARABLE,
+    Verdict.WITHIN,
+    Verdict.IDENTICAL,
+    Verdict.RECORDED_ONLY,
+)
+"""Order of the rows of a table: what fails stands first."""
+FAILING = frozenset({Verdict.NOT_FINITE, Verdict.MISSING, Verdict.ABOVE, Verdict.UNEXPECTED})
+
+
+def number(value: float, *, digits: int = 3) -> str:
+    """Write a number with a few significant digits, as a power of ten when it is small or large.
+
+    >>> number(1234.5), number(0.041), number(4.1e-7), number(2.0)
+    ('1,230', '0.041', '4.1e-07', '2')
+    """
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value) or value == 0 or not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.{digits}g}"
+    rounded = float(f"{value:.{digits}g}")
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    text = f"{rounded:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def difference(value: float, unit: str) -> str:
+    """Write a difference, a tolerance or a spread in its unit.
+
+    >>> difference(0.0041, "relative"), difference(4.1e-7, "relative"), difference(0.03, "absolute")
+    ('0.41 %', '4.1e-07', '0.03 abs')
+    """
+    if math.isnan(value):
+        return NOTHING
+    if unit == "relative":
+        return f"{number(100 * value)} %" if 1e-5 <= value < math.inf else number(value)
+    return f"{number(value)} abs" if unit == "absolute" and value else number(value)
+
+
+def actual_difference(check: CheckResult) -> str:
+    """Write how far a check's worst cell moved."""
+    if check.verdict is Verdict.IDENTICAL:
+        return "identical"
+    if not check.unit and not math.isnan(check.difference):
+        return "identical" if check.difference == 0 else "differs"
+    return difference(check.difference, check.unit)
+
+
+def tolerance(check: CheckResult) -> str:
+    """Write what a check allows at its worst cell."""
+    if check.form in ("exact", "record only"):
+        return {"exact": "exact", "record only": "none"}[check.form]
+    if not check.unit and not math.isnan(check.tolerance):
+        return "exact"
+    return difference(check.tolerance, check.unit)
+
+
+def spread(check: CheckResult) -> str:
+    """Write how far the unmodified code moves by itself."""
+    if check.spread == 0:
+        return "0 (bit-identical)"
+    return difference(check.spread, check.unit)
+
+
+def verdict(check: CheckResult) -> str:
+    """Write a check's verdict with its counts, e.g. `above 3 of 5,040`."""
+    if check.verdict in (Verdict.ABOVE, Verdict.NOT_FINITE, Verdict.MISSING, Verdict.UNEXPECTED) and check.above:
+        return f"{check.verdict.value} {check.above:,} of {check.cells:,}"
+    return check.verdict.value
+
+
+def by_severity(checks: Iterable[CheckResult]) -> list[CheckResult]:
+    """Order checks so that what fails stands first; equals keep their order."""
+    return sorted(checks, key=lambda check: SEVERITY.index(check.verdict))
+
+
+def pair(expected: float | str, actual: float | str) -> tuple[str, str]:
+    """Write two values with as many digits as it takes to tell them apart."""
+    if isinstance(expected, str) or isinstance(actual, str):
+        return tuple(repr(each) if isinstance(each, str) else number(each) for each in (expected, actual))  # type: ignore[return-value]
+    digits = next((d for d in range(3, 17) if number(expected, digits=d) != number(actual, digits=d)), 3)
+    return number(expected, digits=digits), number(actual, digits=digits)
+
+
+def quantity(place: Place) -> str:
+    """Name the quantity of a place, with its item, microbatch (from 1 up) and call."""
+    microbatch = STEP_CLOCK if place.microbatch is None else place.microbatch
+    key = Key(kind=place.kind, name=place.name, item=place.item, microbatch=microbatch, call=place.call)
+    return key.label.removeprefix(f"{place.kind.value}/")
+
+
+def worst(cell: Worst) -> str:
+    """Say where a check came closest to its tolerance, or passed it furthest, with both values."""
+    expected, actual = pair(cell.expected, cell.actual)
+    place = cell.place
+    return f"step {place.step}, rank {place.rank}, {quantity(place)}: expected {expected}, actual {actual}"
+
+
+def ranks(found: FirstDivergence, all_ranks: int) -> str:
+    """Fold the ranks of a divergence: `all ranks`, `rank 1 only`, `ranks 0 and 2`."""
+    if len(found.ranks) >= all_ranks:
+        return "all ranks" if all_ranks > 1 else f"rank {found.place.rank}"
+    if len(found.ranks) == 1:
+        return f"rank {found.ranks[0]} only"
+    return f"ranks {listed(found.ranks)}" if found.ranks else f"rank {found.place.rank}"
+
+
+def divergence_place(found: FirstDivergence, all_ranks: int) -> str:
+    """Say where the first divergence is: step, microbatch, ranks, kind and name."""
+    microbatch = "" if found.place.microbatch is None else f", microbatch {found.place.microbatch}"
+    name = Key(kind=found.place.kind, name=found.place.name, item=found.place.item, call=found.place.call).label
+    return f"step {found.place.step}{microbatch}, {ranks(found, all_ranks)}: {name}"
+
+
+def divergence_values(found: FirstDivergence) -> str:
+    """Say how far the first divergence is off, against what, with both values."""
+    expected, actual = pair(found.expected, found.actual)
+    return (
+        f"difference {number(found.difference)}, tolerance {number(found.tolerance)}, "
+        f"expected {expected}, actual {actual}"
+    )
+
+
+def steps(numbers: Iterable[int]) -> str:
+    """Fold step numbers into ranges.
+
+    >>> steps([1, 2, 3, 7])
+    '1-3,7'
+    """
+    ranges: list[list[int]] = []
+    for each in sorted(set(numbers)):
+        if ranges and each == ranges[-1][1] + 1:
+            ranges[-1][1] = each
+        else:
+            ranges.append([each, each])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def world_size(comparison: Comparison) -> int:
+    """Return the number of ranks that took part."""
+    return max((run.ranks for run in comparison.runs), default=1)
+
+
+def commit(run: RunSummary) -> str:
+    """Write a run's commit, and whether its tree had changes on top."""
+    if not run.commit:
+        return NOTHING
+    return run.commit[:10] + (" + changes" if run.dirty else "")
+
+
+def legend(checks: Iterable[CheckResult]) -> list[str]:
+    """Explain the marks that occur in a table."""
+    checks = tuple(checks)
+    lines = []
+    if any(check.assumed for check in checks):
+        lines.append(
+            "* assumed: nothing was measured for this tolerance; it is a floor from the precision of the numbers."
+        )
+    if any(check.vacuous for check in checks):
+        lines.append("~ vacuous: a scrambled run would pass this check, so its verdict says nothing.")
+    if any(not math.isnan(check.smallest_detectable) for check in checks):
+        lines.append("Sees: the least relative change that the check would have flagged at the first judged step.")
+    return lines
+
+
+def marks(check: CheckResult) -> str:
+    """Return the marks of the legend that a check carries."""
+    return ("*" if check.assumed else "") + ("~" if check.vacuous else "")
+
+
+def sentence(comparison: Comparison) -> str:
+    """Say the verdict and why in one sentence."""
+    reason = comparison.reason.strip().rstrip(".")
+    return (
+        f"{comparison.outcome.value.capitalize()}: {reason}." if reason else f"{comparison.outcome.value.capitalize()}."
+    )
