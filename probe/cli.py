@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from probe.errors import NotEquivalentError, ProbeError, listed
+from probe.errors import IncomparableError, NotEquivalentError, ProbeError, listed
 
 if TYPE_CHECKING:
     from probe.comparison import Comparison
@@ -251,20 +251,25 @@ def diff(
     refuse_overwriting(outputs, force=force)
     summary = github_summary() if github else None
 
+    from dataclasses import replace
+
     from probe.compare import compare
+    from probe.plan import default_checks, load_plan
     from probe.store.reader import open_capture
     from probe.tolerance import load
 
-    from probe.plan import default_checks, load_plan
-
     checks = default_checks() if plan is None else load_plan(plan).checks
-    comparison = compare(
-        [open_capture(path) for path in baselines],
-        [open_capture(path) for path in candidates],
-        None if tolerances is None else load(tolerances),
-        checks=checks,
-        same_code=same_code,
-    )
+    allowed = None if tolerances is None else load(tolerances)
+    opened = [[open_capture(path) for path in arm] for arm in (baselines, candidates)]
+    try:
+        comparison = compare(*opened, allowed, checks=checks, same_code=same_code)
+    except IncomparableError as error:
+        if as_json:
+            from probe.report.machine import incomparable, to_json
+
+            click.echo(to_json(incomparable(str(error))))
+        raise
+    comparison = replace(comparison, tolerances="" if tolerances is None else str(tolerances))
     if as_json:
         from probe.report.machine import to_json
 
@@ -355,7 +360,7 @@ def _write_reports(
 @click.option("--rank", type=click.IntRange(0), help="Show this rank only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--names", is_flag=True, help="Print the names of the quantities, one a line.")
-def show(capture: Path, name: str, step: int | None, rank: int | None, as_json: bool, names: bool) -> None:
+def show(capture: Path, name: str, step: int | None, rank: int | None, as_json: bool, names: bool) -> int:
     """Show what a capture holds: ranks, steps, quantities, values.
 
     NAME is a glob over quantities, such as 'loss/*' or 'blocks.#.attn'.
@@ -367,4 +372,4 @@ def show(capture: Path, name: str, step: int | None, rank: int | None, as_json: 
     from probe.show import show_capture
     from probe.store.reader import open_capture
 
-    show_capture(open_capture(capture), name, step=step, rank=rank, as_json=as_json, names=names)
+    return show_capture(open_capture(capture), name, step=step, rank=rank, as_json=as_json, names=names)

@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from probe.comparison import CheckResult, Comparison, FirstDivergence, Worst
+from probe.comparison import CheckResult, Comparison, Coverage, FirstDivergence, Outcome, Worst
 
 
 def to_json(comparison: Comparison) -> str:
@@ -35,6 +35,18 @@ def as_object(comparison: Comparison) -> dict[str, Any]:
         "runs": [_plain(asdict(run)) for run in comparison.runs],
         "provenance_changes": list(comparison.provenance_changes),
     }
+
+
+def incomparable(reason: str) -> Comparison:
+    """Return the comparison of captures that share nothing, so that programs get an object in this case too."""
+    return Comparison(
+        outcome=Outcome.NOT_COMPARABLE,
+        reason=reason,
+        checks=(),
+        first_divergence=None,
+        coverage=Coverage(matched=0),
+        runs=(),
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,50 @@
+"""What a calibration found, as a small table: one line per family. This module must not know how it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from probe.report import words
+
+if TYPE_CHECKING:
+    from probe.tolerance import Tolerance, Tolerances
+
+
+def calibration_table(tolerances: Tolerances) -> str:
+    """Return the table as text: members, spread, tolerance, members without spread, and what is assumed."""
+    header = ("Family", "Members", "Largest spread", "Tolerance", "Zero spread", "Not informative")
+    families = {name: members for name, members in tolerances.families.items() if members}
+    rows = [header, *(_row(name, members) for name, members in families.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, *_remarks(tolerances)])
+
+
+def _row(name: str, members: Mapping[str, Tolerance]) -> tuple[str, ...]:
+    spread = max(max(member.spread) for member in members.values())
+    least = words.difference(min(min(member.tolerance) for member in members.values()), "relative")
+    most = words.difference(max(max(member.tolerance) for member in members.values()), "relative")
+    return (
+        name,
+        f"{len(members):,}",
+        words.difference(spread, "relative") if spread else "0 (bit-identical)",
+        least if least == most else f"{least} to {most}",
+        f"{sum(max(member.spread) == 0 for member in members.values()):,}",
+        f"{sum(bool(member.mark) for member in members.values()):,}",
+    )
+
+
+def _remarks(tolerances: Tolerances) -> Iterator[str]:
+    perturbed = tolerances.perturbed_runs
+    runs = f"{tolerances.plain_runs} plain" + (f" and {perturbed} perturbed" if perturbed else "")
+    yield ""
+    yield f"Runs: {runs}; steps {words.steps(tolerances.steps)}; tolerance = {words.number(tolerances.k)} x spread."
+    if tolerances.assumed:
+        yield (
+            "Assumed: the runs are bit-identical, so these tolerances are floors that nothing was measured for. "
+            "Add runs recorded with --perturb ulp:1, ulp:2 and ulp:3."
+        )
+    for name, result in tolerances.self_test.items():
+        yield f"Self-test, {name}: {result}."
+    yield from (f"Note: {note}" for note in tolerances.notes)
