@@ -94,7 +94,7 @@ class Segment:
     """Bytes of the file."""
     root: h5g.GroupID
 
-    def refuse(self, what: str, why: str) -> CaptureFormatError:
+    def refusal(self, what: str, why: str) -> CaptureFormatError:
         """Make the error that says what is not read, and why."""
         return CaptureFormatError(f"Segment {self.path} is not read: {what} {why}. {AGAIN}.")
 
@@ -110,7 +110,7 @@ class Segment:
                 "Install a newer trainprobe."
             )
         if version < 1:
-            raise self.refuse("attribute 'probe_format_version'", f"is {version}, which no version ever was")
+            raise self.refusal("attribute 'probe_format_version'", f"is {version}, which no version ever was")
 
     def number(self, owner: h5g.GroupID | h5d.DatasetID, name: str) -> int:
         """Read an attribute that is one 64-bit integer."""
@@ -122,13 +122,13 @@ class Segment:
 
     def _attribute(self, owner: h5g.GroupID | h5d.DatasetID, name: str, kind: int) -> Any:
         if not h5a.exists(owner, name.encode()):
-            raise self.refuse(f"attribute {name!r}", "is missing")
+            raise self.refusal(f"attribute {name!r}", "is missing")
         attribute = h5a.open(owner, name.encode())
         found = attribute.get_type()
         if found.get_class() != kind or (kind == h5t.STRING and found.is_variable_str()):
-            raise self.refuse(f"attribute {name!r}", f"is {_type_name(found)}, not {_CLASSES[kind]} of fixed length")
+            raise self.refusal(f"attribute {name!r}", f"is {_type_name(found)}, not {_CLASSES[kind]} of fixed length")
         if attribute.shape != () or found.get_size() > _ATTRIBUTE_NBYTES:
-            raise self.refuse(
+            raise self.refusal(
                 f"attribute {name!r}", f"has shape {attribute.shape} and {found.get_size()} bytes for each"
             )
         value = np.empty((), dtype="<i8" if kind == h5t.INTEGER else f"S{found.get_size()}")
@@ -138,19 +138,19 @@ class Segment:
     def _object(self, parent: h5g.GroupID, name: bytes, wanted: int) -> h5g.GroupID | h5d.DatasetID:
         what = f"{'dataset' if wanted == h5o.TYPE_DATASET else 'group'} {name.decode('utf-8', 'replace')!r}"
         if b"/" in name or name in (b"", b"."):
-            raise self.refuse(what, "has a name that leads elsewhere")
+            raise self.refusal(what, "has a name that leads elsewhere")
         if name not in parent:  # looks at the link alone
-            raise self.refuse(what, "is missing")
+            raise self.refusal(what, "is missing")
         link = parent.links.get_info(name).type
         if link != h5l.TYPE_HARD:
             kind = {h5l.TYPE_SOFT: "a soft link", h5l.TYPE_EXTERNAL: "a link to another file"}.get(
                 link, "a foreign link"
             )
-            raise self.refuse(what, f"is {kind}")
+            raise self.refusal(what, f"is {kind}")
         found = h5o.open(parent, name)
         expected = h5d.DatasetID if wanted == h5o.TYPE_DATASET else h5g.GroupID
         if not isinstance(found, expected):
-            raise self.refuse(what, f"is a {type(found).__name__.removesuffix('ID').lower()}")
+            raise self.refusal(what, f"is a {type(found).__name__.removesuffix('ID').lower()}")
         return found
 
     def group(self, parent: h5g.GroupID, name: bytes) -> h5g.GroupID:
@@ -163,14 +163,14 @@ class Segment:
         what = f"dataset {name.decode('utf-8', 'replace')!r}"
         made = found.get_create_plist()
         if made.get_external_count():
-            raise self.refuse(what, "keeps its data in another file")
+            raise self.refusal(what, "keeps its data in another file")
         layout = made.get_layout()
         if layout != h5d.CONTIGUOUS:
             filters = [str(made.get_filter(index)[0]) for index in range(made.get_nfilters())]
             stored = _LAYOUTS.get(layout, f"in layout {layout}") + (
                 f" with filters {', '.join(filters)}" if filters else ""
             )
-            raise self.refuse(what, f"is stored {stored}, and a segment's data lies contiguous")
+            raise self.refusal(what, f"is stored {stored}, and a segment's data lies contiguous")
         count = 1
         for length in found.shape:
             count *= int(length)
@@ -179,7 +179,7 @@ class Segment:
             return found
         offset = found.get_offset()
         if offset is None or found.get_storage_size() < nbytes or offset + nbytes > self.size:
-            raise self.refuse(what, f"has shape {found.shape}, {nbytes} bytes, in a file of {self.size}")
+            raise self.refusal(what, f"has shape {found.shape}, {nbytes} bytes, in a file of {self.size}")
         return found
 
     def array(self, parent: h5g.GroupID, name: bytes, kind: h5t.TypeID, code: str) -> npt.NDArray[Any]:
@@ -203,7 +203,7 @@ class Segment:
         have = found.get_type()
         if have != kind:
             what = f"dataset {name.decode('utf-8', 'replace')!r}"
-            raise self.refuse(what, f"is {_type_name(have)}, not {_type_name(kind)}")
+            raise self.refusal(what, f"is {_type_name(have)}, not {_type_name(kind)}")
         return found
 
     def texts(self, parent: h5g.GroupID, name: bytes) -> tuple[list[bytes], tuple[int, ...]]:
@@ -215,7 +215,7 @@ class Segment:
         found = self.dataset(parent, name)
         kind = found.get_type()
         if kind.get_class() != h5t.STRING:
-            raise self.refuse(f"dataset {name.decode()!r}", f"is {_type_name(kind)}, not text")
+            raise self.refusal(f"dataset {name.decode()!r}", f"is {_type_name(kind)}, not text")
         array = np.empty(found.shape, dtype=kind.dtype)
         if array.size:
             found.read(h5s.ALL, h5s.ALL, array, mtype=kind)

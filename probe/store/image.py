@@ -143,6 +143,7 @@ class Image:
             alignment_threshold=65536,
             alignment_interval=4096,
         )
+        self.root: h5g.GroupID = h5g.open(self.file.id, b"/")
         self._contiguous = h5p.create(h5p.DATASET_CREATE)
         self._contiguous.set_layout(h5d.CONTIGUOUS)
         self._contiguous.set_alloc_time(h5d.ALLOC_TIME_EARLY)
@@ -165,7 +166,7 @@ class Image:
         os.ftruncate(self._descriptor, self._journal.size)
         return self._journal.size
 
-    def group(self, parent: h5g.GroupID, name: bytes) -> h5g.GroupID:
+    def add_group(self, parent: h5g.GroupID, name: bytes) -> h5g.GroupID:
         """Make a group."""
         return h5g.create(parent, name)
 
@@ -181,7 +182,7 @@ class Image:
         space = h5s.create_simple(array.shape) if array.shape else h5s.create(h5s.SCALAR)
         dataset = h5d.create(parent, name, kind, space, self._contiguous)
         if array.size:
-            self._write(memoryview(flat_bytes(array)), dataset.get_offset())
+            self._write(flat_bytes(array), dataset.get_offset())
         return dataset
 
     def add_text(self, parent: h5g.GroupID, name: bytes, texts: Sequence[bytes], shape: tuple[int, ...]) -> None:
@@ -211,15 +212,15 @@ class Image:
             view, offset = view[done:], offset + done
 
 
-def flat_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def flat_bytes(array: npt.NDArray[Any]) -> memoryview:
     """View the elements of an array as bytes, little endian and in C order, without a copy where that is possible."""
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8)
+    return little.reshape(-1).view(np.uint8).data
 
 
 def bits_digest(array: npt.NDArray[Any]) -> str:
     """Compute the 32 hex digits of xxh3_128 over an array's bits, little endian and in C order."""
-    return str(xxhash.xxh3_128_hexdigest(flat_bytes(array))) if array.size else str(xxhash.xxh3_128_hexdigest(b""))
+    return xxhash.xxh3_128_hexdigest(flat_bytes(array))
 
 
 def tables_digest(tables: Mapping[str, npt.NDArray[Any] | Sequence[bytes]]) -> str:
@@ -237,6 +238,6 @@ def tables_digest(tables: Mapping[str, npt.NDArray[Any] | Sequence[bytes]]) -> s
         table = tables[name]
         if not isinstance(table, np.ndarray):
             digest.update(b"\0".join([*table, b""]))
-        elif table.size:
+        else:
             digest.update(flat_bytes(table))
-    return str(digest.hexdigest())
+    return digest.hexdigest()
