@@ -1,0 +1,57 @@
+"""Record a training run's intermediates and say where an optimized branch first departs.
+
+The explicit API: `record`, `record_lazy`, `enabled`, `flush`. Nothing heavy is imported, and when recording is off each
+function returns on its first line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["enabled", "flush", "record", "record_lazy"]
+
+_ON = bool(os.environ.get("PROBE_REQUEST")) or os.environ.get("PROBE") == "1"
+
+
+def enabled() -> bool:
+    """Tell whether this process records explicit values in the current step."""
+    if not _ON:
+        return False
+    from probe.capture import explicit
+
+    return explicit.enabled()
+
+
+def record(name: str, value: Any, note: str = "") -> None:
+    """Record a value under a name of your own: a tensor, number, truth value, text, shape, or a mapping of these.
+
+    Args:
+        name: Dotted name. The same name again within a microbatch becomes call 2, not an error.
+        value: Reduced or copied now; the object itself is not kept.
+        note: Shown beside the call site as where the value was taken.
+    """
+    if not _ON:
+        return
+    from probe.capture import explicit
+
+    explicit.record(name, value, note)
+
+
+def record_lazy(name: str, value: Callable[[], Any], note: str = "") -> None:
+    """Record what a function returns; it is called only when the value is recorded."""
+    if not _ON:
+        return
+    from probe.capture import explicit
+
+    explicit.record_lazy(name, value, note)
+
+
+def flush() -> None:
+    """Wait until every finished step is on disk."""
+    if not _ON:
+        return
+    from probe.capture import explicit
+
+    explicit.flush()

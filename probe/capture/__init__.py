@@ -1,0 +1,4 @@
+"""The recording side: attach to a training process, take values, hand them to the writer.
+
+The only place that imports torch.
+"""

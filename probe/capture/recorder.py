@@ -1,0 +1,400 @@
+"""Collect the rows of a step and hand each finished step to one writer thread.
+
+The training thread only reduces tensors and appends; the HDF5 layout, the hashing of full tensors and the disk belong
+to the worker. Its queue is bounded in bytes. What fails in it is told once, at the next step and at the end, and stops
+training only under `strict`. This module must not know where a value comes from.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from probe.capture import summary
+from probe.capture.launched import launched_rank, launched_world_size
+from probe.errors import CaptureError
+from probe.plan import Plan
+from probe.point import STEP_CLOCK, Key, Kind
+from probe.store.folder import write_manifest
+from probe.store.layout import SAMPLES, SCALARS, SKETCH_K, FullTensor, StepRows
+from probe.store.writer import RankWriter
+
+QUEUE_BYTES = 512 * 1024 * 1024
+"""Bytes that may wait for the writer before the training thread waits for it; one larger step may always pass."""
+
+Scalar = float | int | bool | str
+
+
+class _Rows:
+    """The growing rows of one step. Arrays double when they are full."""
+
+    def __init__(self, capacity: int) -> None:
+        self.keys: list[Key] = []
+        self.seen: dict[Key, int] = {}
+        self.order: list[int] = []
+        self.dtype: list[str] = []
+        self.shape: list[tuple[int, ...]] = []
+        self.text: list[str] = []
+        self.where: list[str] = []
+        self.hash: dict[int, tuple[int, int]] = {}
+        self.on_device: list[tuple[int, torch.Tensor]] = []
+        self.tensors: dict[Key, torch.Tensor] = {}
+        self.value = np.full(capacity, np.nan)
+        self.sums = np.full((capacity, 4), np.nan)
+        """[Q, 4] sum, l2, sum |x|, max |x|."""
+        self.counts = np.zeros((capacity, 2), np.int64)
+        """[Q, 2] non-finite elements, elements."""
+        self.sketch = np.full((capacity, SKETCH_K), np.nan, np.float32)
+        self.sample = np.full((capacity, SAMPLES), np.nan, np.float32)
+
+    def add(self, key: Key, order: int, dtype: str, shape: tuple[int, ...], where: str, text: str = "") -> int:
+        row = len(self.keys)
+        if row == len(self.value):
+            self._grow()
+        self.keys.append(key)
+        self.seen[key] = row
+        self.order.append(order)
+        self.dtype.append(dtype)
+        self.shape.append(shape)
+        self.where.append(where)
+        self.text.append(text)
+        return row
+
+    def _grow(self) -> None:
+        def doubled(array: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
+            return np.concatenate([array, np.full_like(array, fill)])
+
+        self.value = doubled(self.value, np.nan)
+        self.sums = doubled(self.sums, np.nan)
+        self.counts = doubled(self.counts, 0)
+        self.sketch = doubled(self.sketch, np.nan)
+        self.sample = doubled(self.sample, np.nan)
+
+
+def _step_rows(rows: _Rows, step: int, rank: int, world_size: int) -> StepRows:
+    """Close the rows of a step. Runs on the worker: reads back what was reduced on a device."""
+    if rows.on_device:
+        stacked = torch.stack([row for _, row in rows.on_device]).cpu().numpy()
+        for (index, _), numbers in zip(rows.on_device, stacked, strict=True):
+            rows.sums[index] = numbers[:4]
+            rows.counts[index] = numbers[4:6]
+            rows.sketch[index] = numbers[6 : 6 + SKETCH_K]
+            rows.sample[index] = numbers[6 + SKETCH_K :]
+            if numbers[5] == 1:
+                rows.value[index] = numbers[0]
+    count = len(rows.keys)
+    total, l2, sum_abs, max_abs = rows.sums[:count].T
+    numel = rows.counts[:count, 1]
+    size = np.where(numel > 0, numel, 1)
+    digest = np.zeros((count, 2), np.uint64)
+    for index, halves in rows.hash.items():
+        digest[index] = halves
+    scalars = {
+        "l2": l2,
+        "mean": total / size,
+        "mean_abs": sum_abs / size,
+        "rms": l2 / np.sqrt(size),
+        "max_abs": max_abs,
+    }
+    assert tuple(scalars) == SCALARS
+    tensors = {
+        key: FullTensor(bits=summary.host_bits(tensor), dtype=str(tensor.dtype).removeprefix("torch."))
+        for key, tensor in rows.tensors.items()
+    }
+    return StepRows(
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        keys=tuple(rows.keys),
+        order=np.asarray(rows.order, np.int32),
+        dtype=tuple(rows.dtype),
+        shape=tuple(rows.shape),
+        numel=numel.copy(),
+        nonfinite=rows.counts[:count, 0].copy(),
+        value=rows.value[:count],
+        scalars=scalars,
+        sketch=rows.sketch[:count],
+        sample=rows.sample[:count],
+        hash=digest,
+        text=tuple(rows.text),
+        where=tuple(rows.where),
+        tensors=tensors,
+    )
+
+
+class Recorder:
+    """Hold the two clocks and the rows of the current step of one process."""
+
+    def __init__(
+        self,
+        *,
+        output: Path,
+        run_id: str,
+        plan: Plan,
+        strict: bool,
+        manifest: Callable[[int, int], dict[str, Any]],
+    ) -> None:
+        """Prepare to record; nothing is opened before the first step has something to store.
+
+        Args:
+            output: The capture's folder.
+            run_id: The run's identity, shared by its ranks.
+            plan: What to record.
+            strict: A step that cannot be stored raises in the training process.
+            manifest: Called once on rank 0 with (rank, world size) when the first step is stored.
+        """
+        self.plan = plan
+        self.pid = os.getpid()
+        self.step = 1
+        self.microbatch = 0
+        self.recording = 1 in plan.steps
+        """The current step is wanted."""
+        self.previous_recorded = False
+        self.steps_written: list[int] = []
+        self.events: dict[str, int] = {}
+        """How often the process did what recording waits for; told when nothing was recorded."""
+        self._output, self._run_id, self._strict, self._manifest = output, run_id, strict, manifest
+        self._order = 0
+        self._calls: dict[tuple[Kind, str, str], int] = {}
+        self._rows = _Rows(256)
+        self._scratch = summary.Scratch()
+        self._lock = threading.RLock()
+        self._worker: ThreadPoolExecutor | None = None
+        self._writer: RankWriter | None = None
+        self._pending: list[tuple[int, int, Future[int]]] = []
+        self._room = threading.Condition()
+        self._queued = 0
+        self.waited_s = 0.0
+        """Seconds that the training thread waited for room in the writer's queue."""
+        self._failure: str | None = None
+        self._dropped: list[int] = []
+        self._told = False
+        self.rank, self.world_size = 0, 1
+
+    # ------------------------------------------------------------------ clocks
+    def count(self, event: str) -> None:
+        """Count something that recording depends on."""
+        self.events[event] = self.events.get(event, 0) + 1
+
+    def next_call(self, kind: Kind, name: str, item: str = "") -> int:
+        """Number this firing of a point within the microbatch."""
+        slot = (kind, name, item)
+        call = self._calls.get(slot, 0)
+        self._calls[slot] = call + 1
+        return call
+
+    def next_microbatch(self) -> None:
+        """Move on after a backward pass."""
+        self.microbatch += 1
+        self._calls.clear()
+
+    def next_step(self) -> None:
+        """Close the current step: store it if it was wanted, and start the next."""
+        if self.recording and self._rows.keys:
+            self._submit()
+        self.previous_recorded = self.recording
+        self.step += 1
+        self.microbatch = 0
+        self._order = 0
+        self._calls.clear()
+        self._rows = _Rows(max(256, 1 << math.ceil(math.log2(len(self._rows.keys) + 1))))
+        self.recording = self.step in self.plan.steps
+
+    # ------------------------------------------------------------------ values
+    def _place(self, key: Key) -> tuple[Key, int]:
+        while key in self._rows.seen:
+            key = Key(kind=key.kind, name=key.name, item=key.item, microbatch=key.microbatch, call=key.call + 1)
+        order = self._order
+        self._order += 1
+        return key, order
+
+    def tensor(self, key: Key, value: torch.Tensor, where: str = "", *, exact: bool = False) -> None:
+        """Reduce a tensor now and keep its row.
+
+        Args:
+            key: Its name; a key that the step already holds becomes the next call.
+            value: Any tensor. What cannot be reduced (sparse, meta, a subclass that hides its data) becomes a text row
+                that says so.
+            where: Where it was taken.
+            exact: Keep a fingerprint of its bits too.
+        """
+        if not self.plan.records(key.kind, key.name, key.item):
+            return
+        with self._lock, summary.quiet():
+            key, order = self._place(key)
+            dtype = str(value.dtype).removeprefix("torch.")
+            if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+                self._rows.add(
+                    key, order, dtype, tuple(value.shape), where, f"not reduced: {value.layout}, {value.device}"
+                )
+                return
+            row = self._rows.add(key, order, dtype, tuple(value.shape), where)
+            rows = self._rows
+            if value.device.type == "cpu":
+                numbers = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row])
+                rows.sums[row] = numbers[:4]
+                rows.counts[row] = numbers[4:]
+                if numbers[5] == 1:
+                    rows.value[row] = numbers[0]
+            else:
+                rows.on_device.append((row, summary.device_row(value, key.name, self._scratch)))
+            if exact:
+                rows.hash[row] = summary.fingerprint(value)
+            if self.plan.keeps(key.kind, key.name, key.item):
+                rows.tensors[key] = value.detach().clone()
+
+    def scalar(self, key: Key, value: Scalar, where: str = "", dtype: str | None = None) -> None:
+        """Keep a Python number, truth value or text."""
+        if not self.plan.records(key.kind, key.name, key.item):
+            return
+        with self._lock:
+            key, order = self._place(key)
+            kind = dtype or type(value).__name__
+            if isinstance(value, str):
+                self._rows.add(key, order, kind, (), where, value)
+                return
+            row = self._rows.add(key, order, kind, (), where)
+            self._rows.value[row] = float(value)
+            self._rows.counts[row] = (0 if math.isfinite(float(value)) else 1, 1)
+
+    def copy_row(self, source: Key, target: Key) -> None:
+        """Keep a second row with the numbers of one already taken: the tensor is known to be unchanged."""
+        row = self._rows.seen.get(source)
+        if row is None:
+            return
+        key, order = self._place(target)
+        rows = self._rows
+        new = rows.add(key, order, rows.dtype[row], rows.shape[row], rows.where[row])
+        for array in (rows.value, rows.sums, rows.counts, rows.sketch, rows.sample):
+            array[new] = array[row]
+
+    def forget(self, kind: Kind) -> None:
+        """Drop the rows of a kind that a later reading in the same step replaces."""
+        rows = self._rows
+        keep = [i for i, key in enumerate(rows.keys) if key.kind is not kind]
+        if len(keep) == len(rows.keys):
+            return
+        renumber = {old: new for new, old in enumerate(keep)}
+        for name in ("keys", "order", "dtype", "shape", "text", "where"):
+            column = getattr(rows, name)
+            setattr(rows, name, [column[i] for i in keep])
+        for array in (rows.value, rows.sums, rows.counts, rows.sketch, rows.sample):
+            array[: len(keep)] = array[keep]
+            array[len(keep) :] = 0 if array.dtype == np.int64 else np.nan
+        rows.seen = {key: i for i, key in enumerate(rows.keys)}
+        rows.hash = {renumber[i]: digest for i, digest in rows.hash.items() if i in renumber}
+        rows.on_device = [(renumber[i], row) for i, row in rows.on_device if i in renumber]
+        rows.tensors = {key: tensor for key, tensor in rows.tensors.items() if key.kind is not kind}
+
+    # ------------------------------------------------------------------ writing
+    def _submit(self) -> None:
+        self._report()
+        if self._failure is not None:
+            self._dropped.append(self.step)
+            return
+        if self._worker is None:
+            self.rank, self.world_size = ranks()
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="probe-writer")
+        rows, step = self._rows, self.step
+        nbytes = sum(a.nbytes for a in (rows.sketch, rows.sample, rows.sums))
+        nbytes += sum(t.numel() * t.element_size() for t in rows.tensors.values())
+        began = time.perf_counter()
+        with self._room:
+            if self._room.wait_for(lambda: self._queued == 0 or self._queued + nbytes <= QUEUE_BYTES):
+                self._queued += nbytes
+        self.waited_s += time.perf_counter() - began
+        self._pending.append((step, nbytes, self._worker.submit(self._store, rows, step, nbytes)))
+
+    def _store(self, rows: _Rows, step: int, nbytes: int) -> int:
+        try:
+            if self._failure is not None:
+                raise CaptureError(self._failure)
+            if self._writer is None:
+                self._writer = RankWriter(self._output, run_id=self._run_id, rank=self.rank, world_size=self.world_size)
+                if self.rank == 0:
+                    write_manifest(self._output, self._manifest(self.rank, self.world_size))
+            written = self._writer.write(_step_rows(rows, step, self.rank, self.world_size))
+            self.steps_written.append(step)
+            return written
+        except Exception as error:
+            if self._failure is None:
+                self._failure = str(error)
+            raise
+        finally:
+            with self._room:
+                self._queued -= nbytes
+                self._room.notify_all()
+
+    def _report(self) -> None:
+        """Tell of a failed write, once; the steps after it are dropped and counted."""
+        done = [entry for entry in self._pending if entry[2].done()]
+        self._pending = [entry for entry in self._pending if not entry[2].done()]
+        for step, _, future in done:
+            error = future.exception()
+            if error is None:
+                continue
+            self._dropped.append(step)
+            if not self._told:
+                self._told = True
+                print(
+                    f"probe: step {step} on rank {self.rank} could not be stored and recording stops here; "
+                    f"training goes on: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if self._strict:
+                raise CaptureError(f"Step {step} on rank {self.rank} could not be stored: {error}") from error
+
+    def close(self) -> None:
+        """Wait for the writer and mark the rank as cleanly closed. Never raises."""
+        if os.getpid() != self.pid:
+            return
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+        strict, self._strict = self._strict, False
+        self._report()
+        self._strict = strict
+        if self._writer is not None:
+            try:
+                self._writer.close(error=self._failure, dropped_steps=sorted(set(self._dropped)))
+            except Exception as error:
+                if self._failure is None:
+                    print(f"probe: rank {self.rank} could not be closed cleanly: {error}", file=sys.stderr, flush=True)
+            self._writer = None
+
+    @property
+    def problem(self) -> str:
+        """What kept a step from being stored, or an empty text."""
+        return self._failure or ""
+
+    def drain(self) -> None:
+        """Wait until every finished step is on disk."""
+        for _, _, future in list(self._pending):
+            future.exception()
+        self._report()
+
+
+def ranks() -> tuple[int, int]:
+    """Give (rank, world size) of this process: from torch.distributed if it runs, else from the launcher's
+    variables."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    rank = launched_rank()
+    return rank, max(launched_world_size(), rank + 1)
+
+
+def step_key(kind: Kind, name: str, item: str = "") -> Key:
+    """Key of a quantity that exists once per step."""
+    return Key(kind=kind, name=name, item=item, microbatch=STEP_CLOCK)

@@ -1,0 +1,267 @@
+"""Reduce one tensor to a row of fixed size, on its own device, without touching the run.
+
+Everything here happens under `quiet`: no autograd, no autocast, no dispatch modes, no global RNG. A row costs about one
+nanosecond per element on a CPU. This module must not know where a tensor came from.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch.utils._python_dispatch import _disable_current_modes
+
+from probe.store.layout import SAMPLES, SKETCH_K
+
+ROWS_PER_BLOCK = 4096
+"""Rows of k elements summed in fp32 before partial sketches are added in float64: bounds the rounding of long sums."""
+
+DEVICE_ROW = 6 + SKETCH_K + SAMPLES
+"""Length of the flat device row: sum, l2, sum |x|, max |x|, non-finite count, numel, sketch, samples."""
+
+SMALL = 8192
+"""Elements up to which numpy's lower cost per call outweighs torch's faster loops (measured; not critical)."""
+
+_MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
+
+
+def mix64(index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Scramble 64-bit integers.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). A
+    hash of the index, unlike a generator's stream, gives the same sign for the same element whatever was drawn before.
+    """
+    with np.errstate(over="ignore"):
+        z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (z ^ (z >> np.uint64(31))) & _MASK
+
+
+def row_signs(first: int, count: int) -> npt.NDArray[np.float32]:
+    """Give the sketch's sign, -1 or 1, of rows `first` to `first + count` of k elements each. Shape [count]."""
+    bits = mix64(np.arange(first, first + count, dtype=np.uint64)) >> np.uint64(63)
+    return (1.0 - 2.0 * bits.astype(np.float32)).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=256)
+def _weights(rows: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Signs and ones, [2, rows]: one matrix product gives the sketch and the column sums."""
+    signs = torch.from_numpy(np.stack([row_signs(0, rows), np.ones(rows, np.float32)]))
+    return signs.to(device=device, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _last_sign(row: int) -> float:
+    return float(row_signs(row, 1)[0])
+
+
+@functools.lru_cache(maxsize=65536)
+def sample_index(name: str, numel: int) -> npt.NDArray[np.int64]:
+    """Choose the flat positions whose values are kept, from the name and the size alone. Shape [min(numel, N)]."""
+    if numel <= SAMPLES:
+        return np.arange(numel, dtype=np.int64)
+    seed = np.uint64(xxhash.xxh3_64_intdigest(name.encode()))
+    with np.errstate(over="ignore"):
+        draws = mix64(np.arange(SAMPLES, dtype=np.uint64) + seed)
+    return np.sort((draws % np.uint64(numel)).astype(np.int64))
+
+
+@functools.lru_cache(maxsize=65536)
+def _sample_index_on(name: str, numel: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(sample_index(name, numel)).to(device)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Compute without autograd, autocast and dispatch modes.
+
+    Selective checkpointing is a dispatch mode: an operation it sees in the forward pass and not in the recompute
+    corrupts the user's backward. Autocast would turn the sketch's matrix product into bf16.
+    """
+    grad = torch.is_grad_enabled()
+    autocast_cpu, autocast_cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    if grad:
+        torch._C._set_grad_enabled(False)
+    if autocast_cpu:
+        torch.set_autocast_enabled("cpu", False)
+    if autocast_cuda:
+        torch.set_autocast_enabled("cuda", False)
+    try:
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                yield
+        else:
+            yield
+    finally:
+        if grad:
+            torch._C._set_grad_enabled(True)
+        if autocast_cpu:
+            torch.set_autocast_enabled("cpu", True)
+        if autocast_cuda:
+            torch.set_autocast_enabled("cuda", True)
+
+
+class Scratch:
+    """Reusable work space, so that a tap allocates nothing that the size of the tensor decides."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
+
+    def take(self, use: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Give a flat buffer of `like.numel()` elements on its device; contents are undefined."""
+        slot = (use, like.device, dtype)
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.numel() < like.numel():
+            buffer = torch.empty(like.numel(), dtype=dtype, device=like.device)
+            self._buffers[slot] = buffer
+        return buffer[: like.numel()]
+
+
+def flat_numbers(tensor: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """View or convert a tensor as a flat contiguous fp32 (fp64 for fp64 and integers) vector, in logical order."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor.reshape(-1)
+    wide = torch.float32 if tensor.dtype.is_floating_point else torch.float64
+    out = scratch.take("convert", tensor, wide)
+    out.view(tensor.shape).copy_(tensor)
+    return out
+
+
+def device_row(tensor: torch.Tensor, name: str, scratch: Scratch) -> torch.Tensor:
+    """Summarise a tensor on an accelerator without reading anything back. Returns float64 [DEVICE_ROW] on its device.
+
+    Args:
+        tensor: Any strided tensor of numbers; an empty one gives zeros.
+        name: Decides which values are sampled.
+        scratch: Work space.
+
+    Source: the project's statistics study, sections 5 and 8: S_j = sum over i = j (mod k) of sign(i // k) x_i, one sign
+    per row of k elements; linear, deterministic, at the speed of one read; relative sd of the norm of a difference 4.5
+    %.
+    """
+    tensor = tensor.detach()
+    row = torch.zeros(DEVICE_ROW, dtype=torch.float64, device=tensor.device)
+    row[6 + SKETCH_K :] = float("nan")
+    numel = tensor.numel()
+    row[5] = numel
+    if numel == 0:
+        return row
+    flat = flat_numbers(tensor, scratch)
+    rows = numel // SKETCH_K
+    total = torch.zeros(2, SKETCH_K, dtype=torch.float64, device=flat.device)
+    for first in range(0, rows, ROWS_PER_BLOCK):
+        count = min(ROWS_PER_BLOCK, rows - first)
+        block = flat[first * SKETCH_K : (first + count) * SKETCH_K].view(count, SKETCH_K)
+        total += _weights(rows, flat.device, flat.dtype)[:, first : first + count] @ block
+    rest = flat[rows * SKETCH_K :]
+    if rest.numel():
+        total[0, : rest.numel()] += rest * _last_sign(rows)
+        total[1, : rest.numel()] += rest
+    size = scratch.take("abs", flat, flat.dtype)
+    torch.abs(flat, out=size)
+    row[0] = total[1].sum()
+    row[1] = torch.linalg.vector_norm(flat)
+    row[2] = size.sum()
+    row[3] = size.amax()
+    row[4] = numel - torch.isfinite(flat).sum()
+    row[6 : 6 + SKETCH_K] = total[0]
+    index = _sample_index_on(name, numel, tensor.device)
+    row[6 + SKETCH_K : 6 + SKETCH_K + index.numel()] = flat.index_select(0, index)
+    return row
+
+
+def host_row(
+    tensor: torch.Tensor,
+    name: str,
+    scratch: Scratch,
+    sketch: npt.NDArray[np.float32],
+    sample: npt.NDArray[np.float32],
+) -> tuple[float, float, float, float, int, int]:
+    """Summarise a tensor in host memory: the same numbers as `device_row`, written in place.
+
+    Small tensors go through numpy, whose calls cost a microsecond less; large ones through torch, which keeps to the
+    threads the user gave it.
+
+    Args:
+        tensor: Any strided tensor of numbers on the CPU.
+        name: Decides which values are sampled.
+        scratch: Work space.
+        sketch: [K], overwritten.
+        sample: [N], overwritten as far as there are values.
+
+    Returns:
+        sum, l2, sum |x|, max |x|, number of non-finite elements, number of elements.
+    """
+    numel = tensor.numel()
+    if numel == 0:
+        sketch[:] = 0.0
+        return 0.0, 0.0, 0.0, 0.0, 0, 0
+    flat = flat_numbers(tensor.detach(), scratch)
+    values = flat.numpy()
+    rows = numel // SKETCH_K
+    body = rows * SKETCH_K
+    if rows:
+        if rows <= ROWS_PER_BLOCK:
+            signed = (_weights(rows, flat.device, flat.dtype) @ flat[:body].view(rows, SKETCH_K)).numpy()
+            sketch[:] = signed[0]
+            total = float(signed[1].sum(dtype=np.float64))
+        else:
+            wide = np.zeros((2, SKETCH_K))
+            weights = _weights(rows, flat.device, flat.dtype)
+            for first in range(0, rows, ROWS_PER_BLOCK):
+                count = min(ROWS_PER_BLOCK, rows - first)
+                block = flat[first * SKETCH_K : (first + count) * SKETCH_K].view(count, SKETCH_K)
+                wide += (weights[:, first : first + count] @ block).numpy()
+            sketch[:] = wide[0]
+            total = float(wide[1].sum())
+    else:
+        sketch[:] = 0.0
+        total = 0.0
+    if body < numel:
+        rest = values[body:]
+        sketch[: numel - body] += rest * _last_sign(rows)
+        total += float(rest.sum(dtype=np.float64))
+    if numel <= SMALL:
+        size = np.abs(values)
+        l2 = math.sqrt(float(np.dot(size, size)))
+        sum_abs = float(size.sum(dtype=np.float64))
+        max_abs = float(size.max())
+    else:
+        absolute = scratch.take("abs", flat, flat.dtype)
+        torch.abs(flat, out=absolute)
+        l2 = torch.linalg.vector_norm(flat).item()
+        sum_abs = absolute.sum().item()
+        max_abs = absolute.amax().item()
+    nonfinite = 0 if math.isfinite(max_abs) else int(numel - np.isfinite(values).sum())
+    index = sample_index(name, numel)
+    sample[: index.size] = values[index]
+    return total, l2, sum_abs, max_abs, nonfinite, numel
+
+
+def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
+    """Hash a tensor's bits in logical order: xxh3_128 as (high, low)."""
+    bits = host_bits(tensor)
+    digest = xxhash.xxh3_128_intdigest(memoryview(bits).cast("B") if bits.size else b"")
+    return digest >> 64, digest & 0xFFFFFFFFFFFFFFFF
+
+
+def host_bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Give a tensor's values as a contiguous numpy array on the host; dtypes numpy lacks come as unsigned integers."""
+    host = tensor.detach().cpu().contiguous()
+    if host.is_conj() or host.is_neg():
+        host = host.resolve_conj().resolve_neg()
+    try:
+        return host.numpy()
+    except TypeError:
+        as_int = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}[host.element_size()]
+        return host.view(as_int).numpy()

@@ -1,0 +1,240 @@
+"""Take module outputs, their gradients and the batch, from hooks that leave the model as it was.
+
+One shared function serves every module: a function or a constant per module would make `torch.compile` specialise each
+block. Inside a compiled region nothing is taken; values at its boundary are. Gradients come from tensor hooks on
+outputs (`register_full_backward_hook` re-orders gradient accumulation and changes the trained bits). A recompute under
+activation checkpointing is told by the autograd graph task that runs it. Source of these facts: the project's torch
+study, sections 3 to 5.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from probe.capture import names
+from probe.capture.recorder import Recorder, step_key
+from probe.point import Key, Kind
+
+MAX_DEPTH = 3
+"""Nesting of tuples, lists, mappings and dataclasses searched for tensors in a module's input and output."""
+
+
+def in_recompute() -> bool:
+    """Tell whether a backward pass is running the forward again (True inside any backward)."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[no-any-return]
+
+
+def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Find the tensors of a structured value with their paths, `[0]` or `.logits`; a bare tensor has the path ''."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif depth >= MAX_DEPTH:
+        return
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}.{key}", depth + 1)
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{index}]", depth + 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name, None), f"{path}.{field.name}", depth + 1)
+
+
+def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Name what enters a module by its forward's arguments; a lone mapping gives its keys instead of its own name."""
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {**{f"input{i}": value for i, value in enumerate(args)}, **kwargs}
+    inputs: dict[str, Any] = {}
+    for name, value in bound.items():
+        if isinstance(value, dict) and name == "kwargs":
+            inputs.update(value)
+        elif isinstance(value, tuple) and name == "args":
+            inputs.update({f"input{i}": item for i, item in enumerate(value)})
+        else:
+            inputs[name] = value
+    if len(inputs) == 1:
+        (only,) = inputs.values()
+        if isinstance(only, Mapping) and all(isinstance(key, str) for key in only):
+            return dict(only)
+    return inputs
+
+
+def compiled_forward(module: nn.Module) -> bool:
+    """Tell whether a module's own forward was replaced by a compiled one (`block.forward = torch.compile(...)`)."""
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+
+
+class Taps:
+    """The hooks of one model."""
+
+    def __init__(self, top: nn.Module, recorder: Recorder) -> None:
+        """Find the points of a model and hook them.
+
+        Args:
+            top: The outermost module.
+            recorder: Receives the values.
+        """
+        self.recorder = recorder
+        self.modules = list(names.walk(top))
+        self.parameters = names.named_parameters(self.modules)
+        self.inside_compiled: list[str] = []
+        """Names of modules that lie inside a compiled region and are not taken."""
+        self._names: dict[int, tuple[str, str]] = {}
+        self._root = next(e.module for e in self.modules if e.name == names.ROOT and not e.wrapper)
+        self._open = 0
+        self._quiet_entry = False
+        self._handles: list[Any] = []
+        self._attach()
+
+    # ------------------------------------------------------------------ hooking
+    def _attach(self) -> None:
+        optimized = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+        compiled_roots: list[str] = []
+        named: set[str] = set()
+        for entry in self.modules:
+            region = next((p for p in compiled_roots if _under(entry.path, p)), None)
+            if region is not None:
+                if entry.name not in named:
+                    self.inside_compiled.append(entry.name)
+                continue
+            if isinstance(entry.module, optimized):
+                compiled_roots.append(f"{entry.path}._orig_mod" if entry.path else "_orig_mod")
+                self._hook(entry)
+                named.add(entry.name)
+            elif entry.wrapper:
+                continue
+            elif entry.module._compiled_call_impl is not None:
+                compiled_roots.append(f"{entry.path}." if entry.path else "")
+                self._wrap_compiled_call(entry)
+                named.add(entry.name)
+            else:
+                if compiled_forward(entry.module):
+                    compiled_roots.append(f"{entry.path}." if entry.path else "")
+                self._hook(entry)
+                named.add(entry.name)
+        for entry in self.modules:
+            inside = any(_under(entry.path, region) for region in compiled_roots)
+            if entry.name == names.ROOT and not inside and entry.module._compiled_call_impl is None:
+                self._handles.append(entry.module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                self._handles.append(entry.module.register_forward_hook(self._leave, always_call=True))
+
+    def _hook(self, entry: names.NamedModule) -> None:
+        self._names[id(entry.module)] = (entry.name, type(entry.module).__name__)
+        self._handles.append(entry.module.register_forward_hook(self._forward))
+
+    def _wrap_compiled_call(self, entry: names.NamedModule) -> None:
+        """Take the output of `module.compile()` outside its compiled region: its own hooks are compiled with it."""
+        inner, module = entry.module._compiled_call_impl, entry.module
+        self._names[id(module)] = (entry.name, type(module).__name__)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if entry.name == names.ROOT:
+                self._enter(module, args, kwargs)
+            output = inner(*args, **kwargs)
+            self._forward(module, args, output)
+            if entry.name == names.ROOT:
+                self._leave(module, args, output)
+            return output
+
+        module._compiled_call_impl = call
+
+    # ------------------------------------------------------------------ entering the model
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that the outermost call of the model begins; take the batch."""
+        if torch.compiler.is_compiling() or in_recompute():
+            return
+        self._open += 1
+        recorder = self.recorder
+        if self._open > 1:
+            return
+        self._quiet_entry = not torch.is_grad_enabled()
+        if self._quiet_entry:
+            return
+        recorder.count("training forward passes")
+        if not recorder.recording:
+            return
+        if recorder.microbatch == 0 and recorder.next_call(Kind.STATE, "modes") == 0:
+            self._modes()
+        for name, value in named_inputs(self._root, args, kwargs).items():
+            call = recorder.next_call(Kind.BATCH, name)
+            for item, tensor in tensors_in(value):
+                key = Key(kind=Kind.BATCH, name=name, item=item, microbatch=recorder.microbatch, call=call)
+                recorder.tensor(key, tensor, "input of the model", exact=True)
+            if isinstance(value, (bool, int, float, str)):
+                key = Key(kind=Kind.BATCH, name=name, microbatch=recorder.microbatch, call=call)
+                recorder.scalar(key, value, "input of the model")
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.enter(args, kwargs)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or in_recompute():
+            return
+        self._open = max(0, self._open - 1)
+
+    def settle(self) -> None:
+        """Forget calls that an exception left open. Called at each step."""
+        self._open = 0
+
+    def _modes(self) -> None:
+        modules = [entry.module for entry in self.modules if not entry.wrapper]
+        dropouts = [m for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
+        facts = {
+            "modules_in_train_mode": sum(m.training for m in modules),
+            "dropouts_in_train_mode": sum(m.training for m in dropouts),
+        }
+        for name, value in facts.items():
+            self.recorder.scalar(step_key(Kind.STATE, name), value, "at the first forward of the step")
+
+    # ------------------------------------------------------------------ outputs and their gradients
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        recorder = self.recorder
+        if not recorder.recording or in_recompute():
+            return
+        if self._quiet_entry if self._open else not torch.is_grad_enabled():
+            return
+        name, cls = self._names[id(module)]
+        call = recorder.next_call(Kind.FORWARD, name)
+        microbatch = recorder.microbatch
+        gradient = recorder.plan.records(Kind.BACKWARD, name)
+        for item, tensor in tensors_in(output):
+            key = Key(kind=Kind.FORWARD, name=name, item=item, microbatch=microbatch, call=call)
+            recorder.tensor(key, tensor, cls)
+            if gradient and tensor.requires_grad:
+                key = Key(kind=Kind.BACKWARD, name=name, item=item, microbatch=microbatch, call=call)
+                tensor.register_hook(partial(self._backward, recorder.step, key, cls))
+
+    def _backward(self, step: int, key: Key, where: str, gradient: torch.Tensor) -> None:
+        recorder = self.recorder
+        if recorder.recording and recorder.step == step:
+            recorder.tensor(key, gradient, where)
+
+
+def _under(path: str, region: str) -> bool:
+    if region == "" or region.endswith("."):
+        return path.startswith(region) and path != region.rstrip(".")
+    return path == region or path.startswith(f"{region}.")
+
+
+def rng_facts() -> dict[str, str]:
+    """Fingerprint the global random generators without drawing from them."""
+    facts = {"rng.python": repr(random.getstate()).encode(), "rng.torch": torch.get_rng_state().numpy().tobytes()}
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        facts["rng.numpy"] = repr(numpy_random.get_state()).encode()
+    return {name: f"{xxhash.xxh3_64_intdigest(state):016x}" for name, state in facts.items()}
