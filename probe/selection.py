@@ -128,7 +128,8 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     import difflib
 
     names = sorted(allowed)
-    close = difflib.get_close_matches(word, names, n=1)
+    begun = [name for name in names if word.startswith(name) or (word and name.startswith(word))]
+    close = begun[:1] or difflib.get_close_matches(word, names, n=1)
     meant = f" Did you mean {close[0]!r}?" if close else ""
     return f"{meant} Allowed: {', '.join(names)}."
 

@@ -75,7 +75,7 @@ def _table(comparison: Comparison) -> Iterator[str]:
         for check in words.by_severity(comparison.checks)
     )
     yield from _rows(header, rows)
-    legend = words.legend(comparison.checks)
+    legend = words.legend(comparison.checks, with_marks=False)
     if legend:
         yield ""
         yield "<br>".join(_escaped(line) for line in legend)
@@ -137,7 +137,7 @@ def _not_judged(comparison: Comparison) -> Iterator[str]:
         if check.verdict is Verdict.RECORDED_ONLY:
             lines.append(f"{_escaped(check.what)}: recorded only")
         if check.not_compared:
-            why = f": {_escaped(check.not_compared_why)}" if check.not_compared_why else ""
+            why = f" ({_escaped(check.not_compared_why)})" if check.not_compared_why else ""
             lines.append(f"{_escaped(check.what)}: {check.not_compared:,} values not compared{why}")
         if check.horizon is not None:
             lines.append(

@@ -115,13 +115,12 @@ def _table(comparison: Comparison, everything: bool, width: int) -> Iterator[Lin
             _row([what, *cells, words.difference(check.smallest_detectable, "relative"), words.verdict(check)]), style
         )
         yield from _details(check, everything, width)
-    legend = words.legend(comparison.checks)
-    if any(check.worst is not None for check in comparison.checks):
-        legend.append("Expected and actual are the values themselves; for tensors, their l2 norms.")
+    legend = words.legend(comparison.checks, with_marks=True)
     if legend:
         yield Line("")
     for text in legend:
-        yield Line(text, "dim")
+        for line in _wrapped(text, width, ""):
+            yield Line(line.text, "dim")
 
 
 def _details(check: CheckResult, everything: bool, width: int) -> Iterator[Line]:
@@ -136,8 +135,8 @@ def _details(check: CheckResult, everything: bool, width: int) -> Iterator[Line]
     if check.horizon is not None:
         yield from _wrapped(f"horizon: judged up to step {check.horizon}", width)
     if check.not_compared:
-        why = f": {check.not_compared_why}" if check.not_compared_why else ""
-        yield from _wrapped(f"not compared: {check.not_compared:,}{why}", width)
+        why = f" ({check.not_compared_why})" if check.not_compared_why else ""
+        yield from _wrapped(f"not compared: {check.not_compared:,} values{why}", width)
 
 
 def _divergence(comparison: Comparison, width: int) -> Iterator[Line]:
@@ -213,8 +212,11 @@ def _runs(comparison: Comparison, width: int) -> Iterator[Line]:
         yield Line(text, "" if number else "bold")
         for problem in problems[number]:
             yield from _wrapped(f"problem: {problem}", width)
-    commands = dict.fromkeys((run.arm, run.command) for run in comparison.runs if run.command)
-    for arm, command in commands:
-        yield from _wrapped(f"{arm} command: {command}", width, "")
+    arms: dict[str, list[str]] = {}
+    for run in comparison.runs:
+        if run.command and run.arm not in arms.setdefault(run.command, []):
+            arms[run.command].append(run.arm)
+    for command, names in arms.items():
+        yield from _wrapped(f"Command ({' and '.join(names)}): {command}", width, "")
     if comparison.tolerances:
         yield Line(f"Tolerances: {comparison.tolerances}")

@@ -137,10 +137,11 @@ def divergence_place(found: FirstDivergence, all_ranks: int) -> str:
 def divergence_values(found: FirstDivergence) -> str:
     """Say how far the first divergence is off, against what, with both values."""
     expected, actual = pair(found.expected, found.actual)
-    return (
-        f"difference {number(found.difference)}, tolerance {number(found.tolerance)}, "
-        f"expected {expected}, actual {actual}"
-    )
+    values = f"expected {expected}, actual {actual}"
+    if found.tolerance == 0:
+        return f"differs where exactness is judged, {values}"
+    measured, allowed = (difference(each, "relative") for each in (found.difference, found.tolerance))
+    return f"difference {measured}, tolerance {allowed}, {values}"
 
 
 def steps(numbers: Iterable[int]) -> str:
@@ -170,18 +171,31 @@ def commit(run: RunSummary) -> str:
     return run.commit[:10] + (" + changes" if run.dirty else "")
 
 
-def legend(checks: Iterable[CheckResult]) -> list[str]:
-    """Explain the marks that occur in a table."""
+def legend(checks: Iterable[CheckResult], *, with_marks: bool) -> list[str]:
+    """Explain the marks and the metrics that occur in a table."""
     checks = tuple(checks)
     lines = []
     if any(check.assumed for check in checks):
         lines.append(
-            "* assumed: nothing was measured for this tolerance; it is a floor from the precision of the numbers."
+            f"{'* ' if with_marks else ''}assumed: nothing was measured for this tolerance; "
+            "it is a floor from the precision of the numbers."
         )
     if any(check.vacuous for check in checks):
-        lines.append("~ vacuous: a scrambled run would pass this check, so its verdict says nothing.")
+        lines.append(
+            f"{'~ ' if with_marks else ''}vacuous: a scrambled run would pass this check, so its verdict says nothing."
+        )
     if any(not math.isnan(check.smallest_detectable) for check in checks):
-        lines.append("Sees: the least relative change that the check would have flagged at the first judged step.")
+        lines.append("sees: the least relative change that would have been flagged at the first judged step.")
+    metrics: dict[str, list[str]] = {}
+    for check in checks:
+        if check.unit and check.metric:
+            metrics.setdefault(check.metric, []).append(check.what)
+    if len(metrics) == 1:
+        lines.append(f"difference: {next(iter(metrics))}.")
+    else:
+        lines += [f"difference: {metric} ({', '.join(whats)})." for metric, whats in metrics.items()]
+    if any(check.worst is not None for check in checks):
+        lines.append("expected, actual: the values themselves; for tensors, their l2 norms.")
     return lines
 
 

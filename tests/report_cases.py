@@ -1,0 +1,223 @@
+"""Comparisons that the report tests render: one for each outcome."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from probe.comparison import (
+    CheckResult,
+    Comparison,
+    Coverage,
+    FirstDivergence,
+    Origin,
+    Outcome,
+    PairSummary,
+    Place,
+    RunSummary,
+    Verdict,
+    Worst,
+)
+from probe.point import Kind
+
+NAN = float("nan")
+METRIC = "l2 norm of the difference / l2 norm of the baseline"
+
+BATCH = CheckResult(
+    what="batch",
+    where="inputs of the root module",
+    form="exact",
+    metric="equal or not",
+    verdict=Verdict.IDENTICAL,
+    difference=0.0,
+    unit="",
+    tolerance=0.0,
+    spread=0.0,
+    worst=None,
+    quantities=3,
+    cells=30,
+    above=0,
+    not_compared=0,
+)
+ATTENTION = CheckResult(
+    what="attention outputs",
+    where="outputs of attention modules",
+    form="calibrated",
+    metric=METRIC,
+    verdict=Verdict.WITHIN,
+    difference=0.0041,
+    unit="relative",
+    tolerance=0.0123,
+    spread=0.00411,
+    worst=Worst(
+        place=Place(step=4, rank=1, kind=Kind.FORWARD, name="blocks.3.attn", item="[0]", microbatch=0, order=117),
+        expected=12.3456,
+        actual=12.3391,
+        difference=0.0041,
+        tolerance=0.0123,
+    ),
+    quantities=4,
+    cells=1240,
+    above=0,
+    not_compared=0,
+    smallest_detectable=0.0061,
+)
+LOSS = CheckResult(
+    what="loss",
+    where="each microbatch's loss, unrounded, as backward gets it",
+    form="calibrated",
+    metric="|difference| / median of the baseline",
+    verdict=Verdict.WITHIN,
+    difference=4.1e-7,
+    unit="relative",
+    tolerance=9.5e-7,
+    spread=NAN,
+    worst=Worst(
+        place=Place(step=2, rank=0, kind=Kind.LOSS, name="micro_loss", microbatch=1, order=140),
+        expected=0.6931471,
+        actual=0.6931474,
+        difference=4.1e-7,
+        tolerance=9.5e-7,
+    ),
+    quantities=1,
+    cells=20,
+    above=0,
+    not_compared=0,
+    assumed=True,
+)
+STATE = replace(
+    BATCH,
+    what="state, not judged",
+    where="random state, optimizer class, attention kernel",
+    form="record only",
+    verdict=Verdict.RECORDED_ONLY,
+    difference=NAN,
+    tolerance=NAN,
+    spread=NAN,
+    quantities=2,
+    cells=20,
+)
+LONG = replace(
+    BATCH,
+    what="LoRA parameters of every block after step",
+    where="after `optimizer.step`",
+    spread=NAN,
+    verdict=Verdict.NOT_COMPARABLE,
+    difference=NAN,
+    tolerance=NAN,
+    quantities=0,
+    cells=0,
+    not_compared=8,
+    not_compared_why="no quantity of this check is in both arms",
+)
+
+RUN = RunSummary(
+    arm="baseline",
+    path="captures/base-0",
+    run_id="b0",
+    ranks=2,
+    world_size=2,
+    steps=(1, 2, 3, 4, 5),
+    command="accelerate launch --num_processes 2 train.py --lr 1e-4",
+    seed="42",
+    commit="0391d1c7aa11223344",
+    dirty=False,
+    created_utc="2026-05-04T10:00:00Z",
+    environment={"torch": "2.14.1", "device": "cpu"},
+)
+CANDIDATE = replace(
+    RUN,
+    arm="candidate",
+    path="captures/opt-0",
+    run_id="c0",
+    commit="ce9f454b00aabbcc",
+    dirty=True,
+    environment={"torch": "2.14.1", "device": "cuda"},
+)
+COVERAGE = Coverage(matched=5040)
+
+PASSING = Comparison(
+    outcome=Outcome.EQUIVALENT,
+    reason="the closest call is attention outputs, at 33 % of its tolerance (step 4, rank 1, blocks.3.attn)",
+    checks=(BATCH, ATTENTION, LOSS, STATE),
+    first_divergence=None,
+    coverage=COVERAGE,
+    runs=(RUN, replace(RUN, path="captures/base-1", run_id="b1"), CANDIDATE),
+    pairs=(
+        PairSummary(first="base-0", second="opt-0", relation="cross pair", ratio=0.33, where="blocks.3.attn, step 4"),
+        PairSummary(first="base-0", second="base-1", relation="baseline pair", ratio=0.31, where=""),
+    ),
+    tolerances="tolerances/job.toml",
+)
+
+ABOVE = replace(
+    ATTENTION,
+    verdict=Verdict.ABOVE,
+    difference=0.213,
+    above=31,
+    worst=Worst(
+        place=Place(step=1, rank=1, kind=Kind.FORWARD, name="blocks.2.attn", microbatch=0, order=77),
+        expected=12.3456,
+        actual=12.6012,
+        difference=0.213,
+        tolerance=0.0123,
+    ),
+)
+NOT_FINITE = replace(
+    LOSS,
+    verdict=Verdict.NOT_FINITE,
+    difference=NAN,
+    above=2,
+    assumed=False,
+    worst=replace(LOSS.worst, actual=NAN, difference=NAN),
+)
+DIVERGENCE = FirstDivergence(
+    place=Place(step=1, rank=1, kind=Kind.FORWARD, name="blocks.2.attn", microbatch=0, order=77),
+    ranks=(1,),
+    difference=0.213,
+    tolerance=0.00411,
+    expected=12.3456,
+    actual=12.6012,
+    origin=Origin.HERE,
+    phase="forward",
+    because="what entered it, blocks.2.norm1, is within tolerance (0.0001 of 0.004).",
+    after="31 of 1,240 attention outputs follow.",
+    next="probe record --plan narrow.toml",
+)
+FAILING = Comparison(
+    outcome=Outcome.DIFFERENT,
+    reason="first divergence at step 1, rank 1 only: forward/blocks.2.attn",
+    checks=(BATCH, ABOVE, NOT_FINITE, replace(ATTENTION, what="norm outputs", vacuous=True, horizon=3), STATE, LONG),
+    first_divergence=DIVERGENCE,
+    coverage=Coverage(
+        matched=4000,
+        missing=tuple(f"forward/blocks.{number}.mlp" for number in range(12)),
+        unexpected=("forward/blocks.0.fused|mlp",),
+        reshaped=("forward/(root)",),
+        retyped=("grad/blocks.0.attn.qkv_proj.lora_A.weight",),
+    ),
+    runs=(RUN, replace(CANDIDATE, problems=("rank 1 was not closed cleanly, last step 5",))),
+    provenance_changes=("env ATTN_BACKEND: 'fa2' in the baseline, 'sdpa' in the candidate",),
+    notes=("The loss of step 5 is not finite in the candidate.", "1 * 2 | 3"),
+    tolerances="tolerances/job.toml",
+)
+INCONCLUSIVE = replace(
+    FAILING,
+    outcome=Outcome.INCONCLUSIVE,
+    reason="1 of 5 checks is above its tolerance, by less than 10 x",
+    checks=(replace(ABOVE, difference=0.02, assumed=True), BATCH),
+    coverage=COVERAGE,
+    provenance_changes=(),
+    notes=(),
+    more_runs="two more baselines and one more candidate: probe record -o captures/base-3 --seed 42 -- accelerate "
+    "launch --num_processes 2 train.py --lr 1e-4",
+)
+NOT_COMPARABLE = replace(
+    PASSING,
+    outcome=Outcome.NOT_COMPARABLE,
+    reason="no check compared anything",
+    checks=(LONG,),
+    coverage=Coverage(matched=0),
+    runs=(RUN, CANDIDATE),
+    pairs=(),
+    tolerances="",
+)
