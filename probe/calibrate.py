@@ -1,0 +1,161 @@
+"""Turn repeated runs of the unmodified code into tolerances.
+
+The rule is the user's, tolerance = 3 x the spread of three runs. Taken cell by cell it rejects identical code in every
+realistic comparison, is zero where repeats are bit-identical, and in a chaotic run grows until a scrambled run passes.
+So the spread is pooled over ranks and forward over steps, has a floor from the precision of the numbers, is never under
+a third of what sibling layers have, and is not used past the step at which a scrambled run would come near it.
+
+Source: the project's statistics study, sections 0b and 0c. This module must not know candidates or verdicts.
+
+Shapes: S steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+
+import numpy as np
+
+from probe.check import Check, default_checks
+from probe.differences import Axes
+from probe.errors import ToleranceError
+from probe.limits import with_siblings
+from probe.point import Kind
+from probe.provenance_changes import calibrated_run, check_same_job
+from probe.repeats import ASSUMED_EPSILONS, Repeats, measure_repeats
+from probe.series import CaptureLike, FloatArray, perturbation
+from probe.tolerance import ALL_JUDGED, K, Tolerance, Tolerances
+
+MARGIN_TENSOR, MARGIN_NUMBER = 0.1, 0.01
+"""A step is judged while the tolerance is below this share of what a scrambled run differs by. Numbers need more: other
+initial weights change the loss of an untrained model by 1 % only. Source: the project's statistics study, section 4."""
+
+HARDLY_CHANGES = 0.01
+"""A tensor that differs by less than this from step to step, and by no more than its noise, is constant (the table of a
+fixed schedule): scrambling does not change it, so there is no horizon, and its tolerance is as good at every step."""
+
+
+def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence[Check] | None = None) -> Tolerances:
+    """Measure the spread of repeated runs and derive tolerances from it.
+
+    A run recorded with `--perturb` is paired with the plain runs as well as with other perturbed ones: a candidate is
+    compared with the plain run, and with a single perturbed run there would be no pair at all.
+
+    Args:
+        captures: Two or more runs of the same unmodified code, three recommended. Perturbed runs may be among them, and
+            are needed where plain repeats are bit-identical.
+        k: Multiple of the spread.
+        checks: Families of the table; None: the default ones.
+
+    Raises:
+        ToleranceError: The runs are too few, share no steps, or are not separate runs of one job on the same data.
+    """
+    if not 0 < k < float("inf"):
+        raise ToleranceError(f"The multiple of the spread is {k!r}. It must be finite and above 0; 3 is the custom.")
+    ordered = sorted(captures, key=lambda capture: bool(perturbation(capture)))
+    notes = list(check_same_job(ordered))
+    axes = Axes.shared(ordered)
+    if not axes.steps:
+        raise ToleranceError(
+            f"The {len(ordered)} runs have no step in common on any rank. Record the same --steps in all of them."
+        )
+    repeats = measure_repeats(ordered, axes)
+    assumed = repeats.identical and not any(perturbation(capture) for capture in ordered)
+    if assumed:
+        notes.append(
+            "All runs are bit-identical, so nothing was measured: tolerances are assumed floors of "
+            f"{ASSUMED_EPSILONS:.0f} eps of the recorded type. Record runs of the unmodified code with "
+            "`probe record --perturb ulp:1`, `ulp:2` and `ulp:3`, and calibrate with them."
+        )
+    own, allowed, spread, floor = _tolerance(repeats, k, assumed)
+    families = _families(repeats, spread, floor, own, allowed, assumed, default_checks() if checks is None else checks)
+    return Tolerances(
+        k=k,
+        created_utc=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        steps=axes.steps,
+        world_size=ordered[0].world_size,
+        runs=tuple(calibrated_run(capture) for capture in ordered),
+        families=families,
+        assumed=assumed,
+        self_test=_self_test(repeats, families),
+        notes=tuple(notes),
+    )
+
+
+def _tolerance(repeats: Repeats, k: float, assumed: bool) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """Return a series' own tolerance, the verdict's, the pooled spread, the floor; each [S, series], never decreasing.
+
+    A step at which a series was not recorded has what was known before it (0 spread, the first floor).
+    """
+    spread = np.maximum.accumulate(np.nan_to_num(repeats.spread, nan=0.0, posinf=0.0), axis=0)
+    raw = repeats.assumed_floor if assumed else repeats.floor
+    floor = np.maximum.accumulate(np.where(np.isnan(raw), np.nanmin(raw, axis=0, initial=np.inf), raw), axis=0)
+    floor = np.where(np.isfinite(floor), floor, 0.0)
+    own = np.fmax(k * spread, floor)
+    return own, with_siblings(own, repeats.index.largest_sibling(own)), spread, floor
+
+
+def _families(
+    repeats: Repeats,
+    spread: FloatArray,
+    floor: FloatArray,
+    own: FloatArray,
+    allowed: FloatArray,
+    assumed: bool,
+    checks: Sequence[Check],
+) -> dict[str, dict[str, Tolerance]]:
+    families: dict[str, dict[str, Tolerance]] = {check.what: {} for check in checks}
+    for series, key in enumerate(repeats.index.keys):
+        check = next((check for check in checks if check.selects(key)), None)
+        if repeats.exact[series] or check is None or check.form in ("exact", "record only"):
+            continue
+        control = float(repeats.control[series])
+        first = float(own[0, series])
+        if control == 0 or (control <= first and control < HARDLY_CHANGES and key.kind is not Kind.PARAM):
+            control = float("nan")
+        margin = MARGIN_NUMBER if repeats.number[series] else MARGIN_TENSOR
+        horizon, mark = _horizon(allowed[:, series], control, margin, repeats.axes.steps)
+        families[check.what][repeats.index.labels[series]] = Tolerance(
+            spread=_floats(spread[:, series]),
+            floor=_floats(floor[:, series]),
+            tolerance=_floats(allowed[:, series]),
+            control=control,
+            horizon=horizon,
+            mark=mark or ("insensitive" if assumed else ""),
+        )
+    return {what: dict(sorted(members.items())) for what, members in families.items() if members}
+
+
+def _horizon(allowed: FloatArray, control: float, margin: float, steps: Sequence[int]) -> tuple[int, str]:
+    """Return the last step that is judged (0: none) and the mark of a series that is not judged at all."""
+    if np.isnan(control):
+        return ALL_JUDGED, ""
+    informative = allowed < margin * control
+    if informative.all():
+        return ALL_JUDGED, ""
+    count = int(np.argmin(informative))
+    if count:
+        return steps[count - 1], ""
+    return 0, "vacuous" if bool((allowed >= control).all()) else "weak"
+
+
+def _self_test(repeats: Repeats, families: Mapping[str, Mapping[str, Tolerance]]) -> dict[str, str]:
+    """Judge the first baseline shifted by one step, and with its ranks rotated: both must be found different."""
+    members = {label: member for family in families.values() for label, member in family.items()}
+    column = {label: number for number, label in enumerate(repeats.index.labels)}
+    steps = np.array(repeats.axes.steps)
+    result = {}
+    for name, differences in (("step shift", repeats.shifted), ("rank rotation", repeats.rotated)):
+        seen = told = False
+        for label, member in members.items():
+            values = differences[:, column[label]]
+            judged = (steps <= member.horizon) & ~np.isnan(values)
+            seen = seen or bool((~np.isnan(values)).any())
+            told = told or bool((values[judged] > np.array(member.tolerance)[judged]).any())
+        result[name] = "different" if told else ("not told apart" if seen else "not run")
+    return result
+
+
+def _floats(values: FloatArray) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)

@@ -1,0 +1,180 @@
+"""Measure a whole run against another: one dense array for each thing that judging asks about a cell.
+
+Segments are read once, step by step and rank by rank, and measured for all pairs of runs that are wanted; only a few
+numbers per cell are kept. This module must not know tolerances or verdicts.
+
+Shapes: S steps, R ranks, C cells (key with its microbatch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from probe.distance import Measured
+from probe.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, IntArray, SeriesIndex, common_steps
+from probe.store.layout import StepRows
+
+MISSING, UNEXPECTED = 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """How one run differs from another. Arrays are [S, R, C]."""
+
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    index: SeriesIndex
+    difference: FloatArray
+    """Relative for tensors, in units of the series' scale for numbers; NaN where not comparable or absent."""
+    absolute: FloatArray
+    """The same as an absolute difference: times the baseline's l2 norm for tensors."""
+    expected: FloatArray
+    """The number, or the l2 norm of the tensor."""
+    actual: FloatArray
+    present: BoolArray
+    """In both runs."""
+    exact: BoolArray
+    """Of a kind that is judged by equality."""
+    identical: BoolArray
+    number: BoolArray
+    nonfinite: npt.NDArray[np.int8]
+    """1: in the baseline, 2: in the candidate, 3: both."""
+    reshaped: BoolArray
+    retyped: BoolArray
+    absent: npt.NDArray[np.int8]
+    """`MISSING` in the candidate, `UNEXPECTED` in it, or 0."""
+    order: npt.NDArray[np.int32]
+    """Execution index in the baseline; -1 where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """One segment of every run: where the walk is."""
+
+    s: int
+    step: int
+    r: int
+    rank: int
+    rows: tuple[StepRows, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The steps and ranks that several runs share."""
+
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    by_rank: dict[int, tuple[int, ...]]
+
+    @classmethod
+    def shared(cls, captures: Sequence[CaptureLike]) -> Axes:
+        """Find the steps, rank by rank, that all captures have."""
+        ranks = [r for r in captures[0].ranks if all(r in capture.ranks for capture in captures)]
+        by_rank = {rank: common_steps(captures, rank) for rank in sorted(ranks)}
+        by_rank = {rank: steps for rank, steps in by_rank.items() if steps}
+        return cls(
+            steps=tuple(sorted({step for steps in by_rank.values() for step in steps})),
+            ranks=tuple(by_rank),
+            by_rank=by_rank,
+        )
+
+
+def walk(captures: Sequence[CaptureLike], axes: Axes) -> Iterator[Stop]:
+    """Read the shared segments of several runs side by side, step by step, rank by rank."""
+    for s, step in enumerate(axes.steps):
+        for r, rank in enumerate(axes.ranks):
+            if step in axes.by_rank[rank]:
+                yield Stop(s, step, r, rank, tuple(capture.rows(rank, step) for capture in captures))
+
+
+class Collector:
+    """Gather measured segments of one pair of runs, and make dense arrays of them once all keys are known."""
+
+    def __init__(self) -> None:
+        self._measured: list[tuple[int, int, Measured, Alignment]] = []
+
+    def add(self, s: int, r: int, measured: Measured, pairs: Alignment) -> None:
+        """Keep one segment's measurements."""
+        self._measured.append((s, r, measured, pairs))
+
+    def dense(self, name: str, axes: Axes, catalog: Catalog) -> FloatArray:
+        """Return one field of `Measured` as [S, R, C], NaN where nothing was measured."""
+        out = np.full((len(axes.steps), len(axes.ranks), len(catalog)), np.nan)
+        for s, r, measured, _ in self._measured:
+            out[s, r, measured.cells] = getattr(measured, name)
+        return out
+
+    def finish(self, axes: Axes, catalog: Catalog, index: SeriesIndex, scale: FloatArray | None = None) -> Differences:
+        """Return everything as [S, R, C].
+
+        Args:
+            scale: [series] from `series_scale` of the first baseline; None: taken from this pair's baseline.
+        """
+        shape = (len(axes.steps), len(axes.ranks), len(catalog))
+
+        def flags(name: str) -> BoolArray:
+            return np.nan_to_num(self.dense(name, axes, catalog), nan=0.0).astype(bool)
+
+        absent = np.zeros(shape, dtype=np.int8)
+        present = np.zeros(shape, dtype=bool)
+        for s, r, measured, pairs in self._measured:
+            present[s, r, measured.cells] = True
+            absent[s, r, pairs.missing] = MISSING
+            absent[s, r, pairs.unexpected] = UNEXPECTED
+        expected, raw = self.dense("expected", axes, catalog), self.dense("difference", axes, catalog)
+        number = flags("number")
+        if scale is None:
+            scale = series_scale(np.where(number, expected, np.nan), index)
+        difference = np.where(number, raw / scale[index.of_cell], raw)
+        return Differences(
+            steps=axes.steps,
+            ranks=axes.ranks,
+            index=index,
+            difference=difference,
+            absolute=np.where(number, raw, raw * expected),
+            expected=expected,
+            actual=self.dense("actual", axes, catalog),
+            present=present,
+            exact=flags("exact"),
+            identical=flags("identical"),
+            number=number,
+            nonfinite=np.nan_to_num(self.dense("nonfinite", axes, catalog), nan=0.0).astype(np.int8),
+            reshaped=flags("reshaped"),
+            retyped=flags("retyped"),
+            absent=absent,
+            order=np.nan_to_num(self.dense("order", axes, catalog), nan=-1.0).astype(np.int32),
+        )
+
+
+def series_scale(numbers: FloatArray, index: SeriesIndex) -> FloatArray:
+    """Return the scale of each series of numbers, [series]: the median magnitude over its recorded cells.
+
+    A number is never divided by its own value: a mean-zero quantity would blow up. Where the median is zero, the root
+    mean square takes its place; 1 where all are zero.
+
+    Source: the project's statistics study, sections 0b and 6.
+
+    Args:
+        numbers: [S, R, C] values of the first baseline, NaN where the cell is no number.
+    """
+    scale = np.ones(len(index))
+    magnitudes = np.abs(numbers).reshape(-1, numbers.shape[-1])
+    cells = np.flatnonzero(np.isfinite(magnitudes).any(axis=0))
+    by_series: dict[int, list[int]] = {}
+    for cell in cells:
+        by_series.setdefault(int(index.of_cell[cell]), []).append(int(cell))
+    for series, members in by_series.items():
+        values = magnitudes[:, members]
+        values = values[np.isfinite(values)]
+        middle = float(np.median(values))
+        scale[series] = middle or float(np.sqrt(np.mean(values**2))) or 1.0
+    return scale
+
+
+def cells_of(index: SeriesIndex, series: IntArray) -> BoolArray:
+    """Return which cells, [C], belong to the given series."""
+    return np.isin(index.of_cell, series)

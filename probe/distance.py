@@ -1,0 +1,210 @@
+"""Measure how far two recorded values are apart: one judged number per quantity.
+
+* A tensor: the distance of the two sketches, |S(a) - S(b)|, or what the two means prove it to be at least,
+  |mean(a) - mean(b)| * sqrt(n), whichever is larger; divided by the l2 norm of the baseline's tensor.
+* A number: |a - b|, to be divided by the scale of its series (median magnitude in the first baseline).
+* Exact kinds (the batch, integers, flags, text): equal or not.
+
+Why the mean: the sketch has one sign for 251 consecutive elements, so a constant shift can hide between the signs
+(1st percentile of the estimate: 2 % of the truth). By Cauchy-Schwarz |mean(a) - mean(b)| * sqrt(n) <= |a - b|, so
+taking the larger of the two never exceeds the true distance, repairs that blind spot, and adds no alarm: for rounding
+noise the mean's share is 1 / sqrt(n) of the distance. Judging means against their own spread would see coherent shifts
+below the noise of the elements, but added alarms and found nothing more.
+
+Source: the project's statistics study, sections 0c, 5, 6 and 8. This module must not know what is allowed.
+
+Shapes: Q paired rows, K sketch buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from probe.point import Key, Kind
+from probe.series import Alignment, BoolArray, FloatArray, IntArray
+from probe.store.layout import StepRows
+
+TINY = 2.0**-100
+"""An l2 norm below this counts as zero: a parameter that starts at zero, moved by one ulp, is 1e-45, and nothing is
+learned from 1e-45 being infinitely far from zero."""
+
+EPSILON = {
+    "float64": 2.0**-52,
+    "float": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "float8_e4m3fn": 2.0**-3,
+    "float8_e5m2": 2.0**-2,
+}
+"""Distance from 1 to the next number of the type (IEEE 754 and the OCP fp8 formats)."""
+EPSILON_FLOAT32 = EPSILON["float32"]
+
+INTEGER_TYPES = frozenset(
+    {"int", "bool", "str", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "long", "none"}
+)
+"""Element types that are judged exactly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Two segments, row by row of their alignment. Arrays are [Q]."""
+
+    cells: IntArray
+    difference: FloatArray
+    """Relative for tensors, absolute for numbers, 0 or 1 for exact kinds without a magnitude; NaN if not comparable."""
+    number: BoolArray
+    """The difference is absolute, of one number."""
+    exact: BoolArray
+    unequal: BoolArray
+    """Exact kinds: the values are not the same."""
+    identical: BoolArray
+    """Everything that was recorded of the value is the same."""
+    nonfinite: npt.NDArray[np.int8]
+    """1: NaN or infinity in the baseline, 2: in the candidate, 3: in both."""
+    reshaped: BoolArray
+    retyped: BoolArray
+    expected: FloatArray
+    """The number, or the tensor's l2 norm; NaN for text."""
+    actual: FloatArray
+    order: npt.NDArray[np.int32]
+    """Execution index in the baseline."""
+
+
+def plain_type(dtype: str) -> str:
+    """Return the name of an element type without torch's prefix."""
+    return dtype.removeprefix("torch.")
+
+
+def is_exact(key: Key, dtype: str) -> bool:
+    """Tell whether a quantity is judged by equality: the batch, facts about the job, integers, flags and text."""
+    return key.kind in (Kind.BATCH, Kind.STATE) or plain_type(dtype) in INTEGER_TYPES
+
+
+def magnitude(rows: StepRows) -> FloatArray:
+    """Return what stands for a value in a table, [Q]: the number itself, or the l2 norm of a tensor."""
+    return np.where(rows.numel == 1, rows.value, rows.scalars["l2"])
+
+
+def sketch_distance(
+    baseline: StepRows,
+    rows_b: IntArray | slice,
+    candidate: StepRows,
+    rows_a: IntArray | slice,
+    divisor: FloatArray | None,
+) -> FloatArray:
+    """Return ||a - b|| / ||b|| of paired tensors, [Q], as estimated from sketches and means.
+
+    Args:
+        divisor: [Q] by which the candidate's values are divided first, or None.
+
+    Returns:
+        0 where both tensors are zero; divided by the candidate's norm where only the baseline's is zero.
+    """
+    l2_b, l2_a = baseline.scalars["l2"][rows_b], candidate.scalars["l2"][rows_a]
+    mean_b, mean_a = baseline.scalars["mean"][rows_b], candidate.scalars["mean"][rows_a]
+    sketch_b, sketch_a = baseline.sketch[rows_b], candidate.sketch[rows_a]
+    if divisor is not None:
+        l2_a, mean_a = l2_a / np.abs(divisor), mean_a / divisor
+        delta = sketch_b - sketch_a / divisor[:, None]
+    else:
+        delta = (sketch_b - sketch_a).astype(np.float64)
+    distance = np.sqrt(np.einsum("qk,qk->q", delta, delta))
+    at_least = np.abs(mean_a - mean_b) * np.sqrt(baseline.numel[rows_b])
+    # Without a sketch (integer tensors that are not judged exactly) the norms are the best bound there is.
+    distance = np.fmax(np.where(np.isnan(distance), np.abs(l2_a - l2_b), distance), at_least)
+    scale = np.where(l2_b >= TINY, l2_b, np.where(l2_a >= TINY, l2_a, np.inf))
+    return np.asarray(distance / scale, dtype=np.float64)
+
+
+def measure(
+    baseline: StepRows, candidate: StepRows, pairs: Alignment, keys: list[Key], divisor: FloatArray | None = None
+) -> Measured:
+    """Measure all paired rows of two segments.
+
+    Args:
+        keys: Key of every cell number.
+        divisor: [Q] by which the candidate's values are divided first (an agreed loss scale), or None.
+    """
+    rows_b, rows_a = pairs.baseline, pairs.candidate
+    of_b = np.arange(len(baseline.keys))[rows_b]
+    of_a = np.arange(len(candidate.keys))[rows_a]
+    reshaped = _unlike(baseline.shape, of_b, candidate.shape, of_a)
+    retyped = _unlike(baseline.dtype, of_b, candidate.dtype, of_a)
+    other_text = _unlike(baseline.text, of_b, candidate.text, of_a)
+    exact = np.array([is_exact(keys[c], baseline.dtype[b]) for c, b in zip(pairs.cells, of_b, strict=True)], dtype=bool)
+    numel = baseline.numel[rows_b]
+    number = numel == 1
+    value_b, value_a = baseline.value[rows_b], candidate.value[rows_a]
+    with np.errstate(all="ignore"):
+        scaled = value_a if divisor is None else value_a / divisor
+        tensors = sketch_distance(baseline, rows_b, candidate, rows_a, divisor)
+        difference = np.where(number, np.abs(value_b - scaled), np.where(numel == 0, 0.0, tensors))
+    hash_b, hash_a = baseline.hash[rows_b], candidate.hash[rows_a]
+    hashed = hash_b.any(axis=1) & hash_a.any(axis=1)
+    same_hash = (hash_b == hash_a).all(axis=1)
+    same_value = (value_b == value_a) | (np.isnan(value_b) & np.isnan(value_a))
+    same_rows = _same_scalars(baseline, rows_b, candidate, rows_a) & same_value & ~other_text & ~reshaped & ~retyped
+    identical = np.where(hashed, same_hash & ~reshaped & ~retyped, same_rows)
+    nonfinite = (baseline.nonfinite[rows_b] > 0) + 2 * (candidate.nonfinite[rows_a] > 0)
+    # An attention mask holds -inf by design. The batch is judged by its bits, and infinity (not NaN) there is no fault.
+    mask = exact & hashed & same_hash & np.isposinf(baseline.scalars["max_abs"][rows_b])
+    nonfinite[mask] = 0
+    unequal = exact & ~identical
+    missing_size = exact & (~np.isfinite(difference) | (unequal & (difference == 0)))
+    difference = np.where(missing_size, unequal.astype(np.float64), difference)
+    difference[(reshaped & ~exact) | (nonfinite > 0)] = np.nan
+    l2_b, l2_a = magnitude(baseline)[rows_b], magnitude(candidate)[rows_a]
+    return Measured(
+        cells=pairs.cells,
+        difference=difference,
+        number=number & ~exact,
+        exact=exact,
+        unequal=unequal,
+        identical=identical,
+        nonfinite=nonfinite.astype(np.int8),
+        reshaped=reshaped,
+        retyped=retyped,
+        expected=l2_b,
+        actual=l2_a,
+        order=baseline.order[rows_b],
+    )
+
+
+def rounding_floor(rows: StepRows) -> FloatArray:
+    """Return the distance that one ulp of a tensor's largest element makes, [Q]: eps(dtype) * max|x| / ||x||.
+
+    For single numbers it is absolute, eps(dtype) * |x|. In bf16 a massive channel that flips by one ulp once in a
+    hundred runs is the whole distance, and three baselines do not see it.
+
+    Source: the project's statistics study, section 0c, item 3.
+    """
+    epsilon = np.array([EPSILON.get(plain_type(dtype), 0.0) for dtype in rows.dtype])
+    l2, largest = rows.scalars["l2"], rows.scalars["max_abs"]
+    with np.errstate(all="ignore"):
+        share = np.where(l2 >= TINY, largest / l2, 0.0)
+        floor = epsilon * np.where(rows.numel == 1, np.abs(rows.value), share)
+    return np.asarray(np.nan_to_num(floor, nan=0.0, posinf=0.0), dtype=np.float64)
+
+
+def _same_scalars(
+    baseline: StepRows, rows_b: IntArray | slice, candidate: StepRows, rows_a: IntArray | slice
+) -> BoolArray:
+    same = np.ones(len(np.arange(len(baseline.keys))[rows_b]), dtype=bool)
+    for name, values in baseline.scalars.items():
+        one, two = values[rows_b], candidate.scalars[name][rows_a]
+        same &= (one == two) | (np.isnan(one) & np.isnan(two))
+    one_s, two_s = baseline.sketch[rows_b], candidate.sketch[rows_a]
+    bits_b = np.ascontiguousarray(one_s).view(np.uint32)
+    bits_a = np.ascontiguousarray(two_s).view(np.uint32)
+    same &= (bits_b == bits_a).all(axis=1) | (np.isnan(one_s[:, 0]) & np.isnan(two_s[:, 0]))
+    return same.astype(np.bool_)
+
+
+def _unlike(one: tuple[object, ...], of_one: IntArray, two: tuple[object, ...], of_two: IntArray) -> BoolArray:
+    if len(of_one) == len(one) == len(two) and one == two and np.array_equal(of_one, of_two):
+        return np.zeros(len(of_one), dtype=bool)
+    return np.array([one[i] != two[j] for i, j in zip(of_one, of_two, strict=True)], dtype=bool)
