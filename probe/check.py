@@ -159,8 +159,9 @@ _MLP = (
 """DiffSynth and HF `mlp`, Wan `ffn`, diffusers `ff`, Mixtral `block_sparse_moe`."""
 _LORA = ("*lora_*", "*.lora.*")
 """peft's `lora_A`, `lora_B`, `lora_embedding_A`, `lora_magnitude_vector`."""
-_STATE_RECORDED_ONLY = ("rng*", "optimizer*", "attention*")
-"""Facts that may differ between two sound arms: random state, the optimizer's class, the attention kernel."""
+_STATE_RECORDED_ONLY = ("rng*", "optimizer*", "attention*", "modules_in_train_mode")
+"""Facts that may differ between two sound arms: random state, the optimizer's class, the attention kernel, and the
+number of modules (fusing two makes one fewer; a dropout left off is seen by the number of dropouts)."""
 
 
 def default_checks() -> tuple[Check, ...]:
@@ -239,14 +240,14 @@ def default_checks() -> tuple[Check, ...]:
         Check(what="parameters after step", where="after `optimizer.step`", required=True, kinds=param),
         Check(
             what="state, not judged",
-            where="random state, optimizer class, attention kernel",
+            where="random state, optimizer class, attention kernel, number of modules",
             form="record only",
             kinds=(Kind.STATE,),
             select=_STATE_RECORDED_ONLY,
         ),
         Check(
             what="state",
-            where="train mode, numbers of parameters and gradients, world size",
+            where="active dropouts, numbers of parameters and gradients, world size",
             form="exact",
             required=True,
             kinds=(Kind.STATE,),

@@ -75,7 +75,7 @@ def show_capture(capture: Capture, name: str, *, step: int | None, rank: int | N
             print(label)
     elif name:
         found = (row for rows in _readable(capture, places, unreadable) for row in value_rows(rows, selected))
-        header = ("Step", "Rank", "Quantity", "Type", "Value or l2", "Mean", "Mean |x|", "Max |x|", "Non-finite")
+        header = ("Step", "Rank", "Quantity", "Type", "Value or l2", "Mean", "Mean |x|", "Max |x|", "NaN")
         _require(_print_table(header, found, title=""), capture, selected, unreadable)
     else:
         _print_overview(capture, places, unreadable)
@@ -196,7 +196,10 @@ def _print_table(header: Sequence[str], rows: Iterable[tuple[str, ...]], *, titl
 
     table = Table(box=None, title=title or None, title_justify="left", show_header=any(header), pad_edge=False)
     for name in header:
-        table.add_column(name, overflow="fold")
+        if name == "Quantity":
+            table.add_column(name, overflow="fold", min_width=20)
+        else:
+            table.add_column(name, overflow="ellipsis", no_wrap=bool(name))
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     if table.row_count:

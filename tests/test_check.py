@@ -97,6 +97,8 @@ def test_module_outputs_of_common_models_fall_into_their_family(what: str, name:
         ("gradient norm", Kind.GRAD_NORM, "grad_norm", ""),
         ("learning rate", Kind.LR, "lr", "[1]"),
         ("state", Kind.STATE, "trainable", ""),
+        ("state", Kind.STATE, "dropouts_in_train_mode", ""),
+        ("state, not judged", Kind.STATE, "modules_in_train_mode", ""),
         ("state, not judged", Kind.STATE, "rng.cpu", ""),
         ("explicit records", Kind.EXPLICIT, "loss/video", ""),
         ("calls", Kind.CALL, "torch.nn.functional.cross_entropy", "[0]"),

@@ -1,0 +1,70 @@
+"""The Markdown report, word for word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from report_cases import ABOVE, CANDIDATE, FAILING, NOT_COMPARABLE, PASSING, RUN
+
+from probe.report.markdown import record_command, to_markdown
+
+FAILING_TEXT = (Path(__file__).parent / "reports" / "failing.md").read_text(encoding="utf-8")
+
+
+def test_a_failing_comparison_reads_like_this() -> None:
+    assert to_markdown(FAILING) == FAILING_TEXT
+
+
+def test_bars_backticks_and_markup_in_names_do_not_break_the_table() -> None:
+    worst = replace(ABOVE.worst, place=replace(ABOVE.worst.place, name="a|b`c"), expected="<x>", actual="*y*")
+    row = next(
+        line
+        for line in to_markdown(replace(FAILING, checks=(replace(ABOVE, what="a_b|c", worst=worst),))).splitlines()
+        if line.startswith("| a")
+    )
+    assert row == (
+        r"| a\_b\|c (4 quantities, 1,240 values) | outputs of attention modules | 0.411 % | "
+        r"21.3 %, **above 31 of 1,240**; worst at step 1, rank 1, ``a\|b`c``: expected '\<x\>', actual '\*y\*' | 1.23 % (sees 0.61 %) |"
+    )
+
+
+def test_a_passing_comparison_shows_pairs_and_how_to_repeat_it() -> None:
+    text = to_markdown(PASSING)
+    assert "| baseline pair | `base-0` | `base-1` | 0.31 |  |" in text
+    assert (
+        text[text.index("```\n") :]
+        == """\
+```
+# baseline, commit 0391d1c7aa
+probe record -o captures/base-0 --seed 42 --steps 1-5 -- accelerate launch --num_processes 2 train.py --lr 1e-4
+probe record -o captures/base-1 --seed 42 --steps 1-5 -- accelerate launch --num_processes 2 train.py --lr 1e-4
+probe calibrate captures/base-0 captures/base-1 -o tolerances/job.toml
+# candidate, commit ce9f454b00 + changes
+probe record -o captures/opt-0 --seed 42 --steps 1-5 -- accelerate launch --num_processes 2 train.py --lr 1e-4
+probe diff captures/base-0 captures/base-1 --candidate captures/opt-0 -t tolerances/job.toml
+```
+
+</details>
+"""
+    )
+
+
+def test_what_was_not_judged_is_said_even_when_it_is_nothing() -> None:
+    text = to_markdown(replace(PASSING, checks=(ABOVE,)))
+    assert "* nothing: all that was recorded in both arms was judged" in text
+
+
+def test_without_tolerances_no_calibration_is_suggested() -> None:
+    text = to_markdown(NOT_COMPARABLE)
+    assert "probe calibrate" not in text
+    assert "probe diff captures/base-0 captures/opt-0\n" in text
+
+
+def test_the_record_command_has_seed_steps_and_perturbation() -> None:
+    perturbed = replace(RUN, path="my captures/u", perturb="ulp:3", steps=(1, 3))
+    assert record_command(perturbed) == (
+        "probe record -o 'my captures/u' --seed 42 --steps 1,3 --perturb ulp:3 -- "
+        "accelerate launch --num_processes 2 train.py --lr 1e-4"
+    )
+    assert record_command(replace(CANDIDATE, seed="", steps=(), command="")) == "probe record -o captures/opt-0 -- ..."

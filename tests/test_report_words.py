@@ -1,0 +1,128 @@
+"""Numbers and places in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from report_cases import ABOVE, ATTENTION, BATCH, DIVERGENCE, LOSS, NAN, NOT_FINITE, RUN, STATE
+
+from probe.comparison import Place, Verdict
+from probe.point import Kind
+from probe.report import words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1.0, "1"),
+        (12.3456, "12.3"),
+        (999.9, "1,000"),
+        (123456.0, "123,000"),
+        (1234567.0, "1.23e+06"),
+        (0.000123456, "0.000123"),
+        (0.0000123456, "1.23e-05"),
+        (-0.5, "-0.5"),
+        (float("nan"), "NaN"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
+    assert words.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.0041, "relative", "0.41 %"),
+        (0.00001, "relative", "0.001 %"),
+        (0.0000099, "relative", "9.9e-06"),
+        (4.1e-7, "relative", "4.1e-07"),
+        (4.8, "relative", "480 %"),
+        (0.0, "relative", "0"),
+        (float("inf"), "relative", "inf"),
+        (0.03, "absolute", "0.03 abs"),
+        (0.0, "absolute", "0"),
+        (NAN, "relative", "-"),
+    ],
+)
+def test_relative_differences_are_percentages_down_to_a_thousandth(value: float, unit: str, text: str) -> None:
+    assert words.difference(value, unit) == text
+
+
+def test_two_values_get_as_many_digits_as_tell_them_apart() -> None:
+    assert words.pair(12.3456, 12.6) == ("12.3", "12.6")
+    assert words.pair(12.3456, 12.3457) == ("12.3456", "12.3457")
+    assert words.pair(1.5, 1.5) == ("1.5", "1.5")
+    assert words.pair("fa2", 3.0) == ("'fa2'", "3")
+
+
+def test_cells_of_the_table_say_identical_exact_and_recorded_only() -> None:
+    cells = [
+        (words.actual_difference(check), words.tolerance(check), words.spread(check), words.verdict(check))
+        for check in (
+            BATCH,
+            replace(BATCH, verdict=Verdict.ABOVE, difference=1.0, above=3),
+            ATTENTION,
+            ABOVE,
+            LOSS,
+            NOT_FINITE,
+            STATE,
+        )
+    ]
+    assert cells == [
+        ("identical", "exact", "0 (bit-identical)", "identical"),
+        ("differs", "exact", "0 (bit-identical)", "above 3 of 30"),
+        ("0.41 %", "1.23 %", "0.411 %", "within"),
+        ("21.3 %", "1.23 %", "0.411 %", "above 31 of 1,240"),
+        ("4.1e-07", "9.5e-07", "-", "within"),
+        ("-", "9.5e-07", "-", "not finite 2 of 20"),
+        ("-", "none", "-", "recorded only"),
+    ]
+
+
+def test_a_place_is_named_with_item_microbatch_and_call() -> None:
+    place = Place(step=1, rank=0, kind=Kind.FORWARD, name="a.b", item="[1]", microbatch=2, call=1)
+    assert words.quantity(place) == "a.b[1]@2#2"
+    assert words.quantity(Place(step=1, rank=0, kind=Kind.PARAM, name="w", item="before")) == "w:before"
+
+
+def test_ranks_are_folded() -> None:
+    folded = [
+        words.ranks(replace(DIVERGENCE, ranks=ranks), of)
+        for ranks, of in (((0, 1), 2), ((1,), 2), ((0, 2), 4), ((1,), 1))
+    ]
+    assert folded == ["all ranks", "rank 1 only", "ranks 0, 2", "rank 1"]
+
+
+def test_a_divergence_of_something_exact_has_no_distance() -> None:
+    exact = replace(DIVERGENCE, tolerance=0.0, expected="fa2", actual="sdpa")
+    assert words.divergence_values(exact) == "differs where exactness is judged, expected 'fa2', actual 'sdpa'"
+    assert words.divergence_values(DIVERGENCE) == "difference 21.3 %, tolerance 0.411 %, expected 12.3, actual 12.6"
+
+
+def test_steps_are_folded_into_ranges() -> None:
+    assert [words.steps(steps) for steps in ((1, 2, 3, 7), (5,), ())] == ["1-3,7", "5", ""]
+
+
+def test_a_dirty_commit_says_so() -> None:
+    commits = [words.commit(run) for run in (RUN, replace(RUN, dirty=True), replace(RUN, commit=""))]
+    assert commits == ["0391d1c7aa", "0391d1c7aa + changes", "-"]
+
+
+def test_failing_rows_come_first_and_equals_keep_their_order() -> None:
+    checks = [
+        replace(BATCH, what=str(number), verdict=verdict) for number, verdict in enumerate([*Verdict, Verdict.WITHIN])
+    ]
+    assert [(check.what, check.verdict.value) for check in words.by_severity(checks)] == [
+        ("3", "not finite"),
+        ("4", "missing"),
+        ("2", "above"),
+        ("5", "unexpected"),
+        ("6", "not comparable"),
+        ("1", "within"),
+        ("8", "within"),
+        ("0", "identical"),
+        ("7", "recorded only"),
+    ]
