@@ -47,9 +47,9 @@ def constant_factor(loss: torch.Tensor) -> float:
         (first, _), (second, _) = node.next_functions
         try:
             if second is None and first is not None:
-                constant, following = node._saved_other, first  # type: ignore[attr-defined]
+                constant, following = node._saved_other, first
             elif first is None and second is not None and kind == "MulBackward0":
-                constant, following = node._saved_self, second  # type: ignore[attr-defined]
+                constant, following = node._saved_self, second
             else:
                 break
         except RuntimeError:  # freed or modified in place since
@@ -77,6 +77,9 @@ class Attachment:
         """`Module.__call__` as it was, while the search replaces it."""
         self._versions: dict[str, tuple[int, int]] = {}
         self._stepped: list[int] = []
+        """Optimizers that stepped in the current step."""
+        self._cycle: set[int] | None = None
+        """Optimizers that stepped in the step before; None until one step is over."""
 
     # ------------------------------------------------------------------ installing
     def install(self) -> None:
@@ -137,21 +140,21 @@ class Attachment:
             inner = attachment._call
             if inner is None:
                 return module(*args, **kwargs)
-            nn.Module.__call__ = inner  # type: ignore[method-assign]
+            nn.Module.__call__ = inner
             try:
                 attachment._first_forward(module)
                 return inner(module, *args, **kwargs)
             finally:
                 if attachment._call is not None:
-                    nn.Module.__call__ = call  # type: ignore[method-assign]
+                    nn.Module.__call__ = call
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
+        nn.Module.__call__ = call
 
     def _end_search(self) -> None:
         found = {id(p) for taps in self.taps for p in taps.parameters.values()}
         missing = [p for _, group in self._optimized() for p in group["params"] if id(p) not in found]
         if self._call is not None and not missing:
-            nn.Module.__call__ = self._call  # type: ignore[method-assign]
+            nn.Module.__call__ = self._call
             self._call = None
 
     def _first_forward(self, module: nn.Module) -> None:
@@ -163,7 +166,7 @@ class Attachment:
             self._foreign.update(id(child) for child in module.modules())
             return
         top = names.outermost(module, names.parents_of(gc.get_objects()))
-        taps = Taps(top, self.recorder)
+        taps = Taps(top, self.recorder, self._begin_forward)
         self.taps.append(taps)
         self.recorder.count("models found")
         self._end_search()
@@ -189,6 +192,10 @@ class Attachment:
             found[f"(unnamed).{index}"] = parameter
         return found
 
+    def _begin_forward(self) -> None:
+        if self._stepped:
+            self._finish_step()
+
     # ------------------------------------------------------------------ loss and gradients
     def _around_backward(self, inner: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or in_recompute() or not self.mine():
@@ -197,8 +204,7 @@ class Attachment:
         recorder.count("backward passes")
         if not self.taps:
             return inner(tensors, *args, **kwargs)
-        if self._stepped:
-            self._finish_step()
+        self._begin_forward()
         if recorder.recording:
             self._loss(tensors)
         result = inner(tensors, *args, **kwargs)
@@ -294,12 +300,14 @@ class Attachment:
                 if id(parameter) in mine:
                     recorder.tensor(step_key(Kind.PARAM, name), parameter, "after the optimizer's step", exact=True)
         self._stepped.append(id(optimizer))
-        # With one optimizer the step is over. With several, those that step on the same backward pass share the step,
-        # and it is over when the next backward begins or one of them steps again.
-        if len({id(o) for o, _ in self._optimized()}) <= 1:
+        # Optimizers that step on the same backward pass share the step. It is over when all that stepped last time have
+        # stepped; the first time, when the only optimizer has, or the next forward or backward pass begins.
+        known = {id(o) for o, _ in self._optimized()} if self._cycle is None else self._cycle
+        if known <= set(self._stepped):
             self._finish_step()
 
     def _finish_step(self) -> None:
+        self._cycle = set(self._stepped)
         self._stepped.clear()
         self._versions.clear()
         for taps in self.taps:

@@ -36,11 +36,11 @@ WRAPPERS: tuple[tuple[str, str, str], ...] = (
 """Module that defines the class, the class, and the attribute that holds what it wraps."""
 
 
-def _wrapper_edges() -> list[tuple[type, str]]:
-    edges = []
+def _wrapper_edges() -> list[tuple[type[nn.Module], str]]:
+    edges: list[tuple[type[nn.Module], str]] = []
     for module, name, attribute in WRAPPERS:
         found = getattr(sys.modules.get(module), name, None)
-        if isinstance(found, type):
+        if isinstance(found, type) and issubclass(found, nn.Module):
             edges.append((found, attribute))
     return edges
 

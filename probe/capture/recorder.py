@@ -314,7 +314,16 @@ class Recorder:
             if self._room.wait_for(lambda: self._queued == 0 or self._queued + nbytes <= QUEUE_BYTES):
                 self._queued += nbytes
         self.waited_s += time.perf_counter() - began
-        self._pending.append((step, nbytes, self._worker.submit(self._store, rows, step, nbytes)))
+        try:
+            future = self._worker.submit(self._store, rows, step, nbytes)
+        except RuntimeError:
+            # The interpreter is shutting down and its pools with it: the last step is stored here.
+            future = Future()
+            try:
+                future.set_result(self._store(rows, step, nbytes))
+            except Exception as error:
+                future.set_exception(error)
+        self._pending.append((step, nbytes, future))
 
     def _store(self, rows: _Rows, step: int, nbytes: int) -> int:
         try:

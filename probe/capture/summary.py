@@ -42,13 +42,15 @@ def mix64(index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (z ^ (z >> np.uint64(31))) & _MASK
+        mixed: npt.NDArray[np.uint64] = (z ^ (z >> np.uint64(31))) & _MASK
+        return mixed
 
 
 def row_signs(first: int, count: int) -> npt.NDArray[np.float32]:
     """Give the sketch's sign, -1 or 1, of rows `first` to `first + count` of k elements each. Shape [count]."""
     bits = mix64(np.arange(first, first + count, dtype=np.uint64)) >> np.uint64(63)
-    return (1.0 - 2.0 * bits.astype(np.float32)).astype(np.float32)
+    signs: npt.NDArray[np.float32] = (1.0 - 2.0 * bits.astype(np.float32)).astype(np.float32)
+    return signs
 
 
 @functools.lru_cache(maxsize=256)
@@ -251,7 +253,7 @@ def host_row(
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
     """Hash a tensor's bits in logical order: xxh3_128 as (high, low)."""
     bits = host_bits(tensor)
-    digest = xxhash.xxh3_128_intdigest(memoryview(bits).cast("B") if bits.size else b"")
+    digest = xxhash.xxh3_128_intdigest(bits.tobytes() if bits.nbytes < 4096 else bits.reshape(-1).view(np.uint8).data)
     return digest >> 64, digest & 0xFFFFFFFFFFFFFFFF
 
 
@@ -261,7 +263,8 @@ def host_bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
     if host.is_conj() or host.is_neg():
         host = host.resolve_conj().resolve_neg()
     try:
-        return host.numpy()
+        bits: npt.NDArray[Any] = host.numpy()
     except TypeError:
         as_int = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}[host.element_size()]
-        return host.view(as_int).numpy()
+        bits = host.view(as_int).numpy()
+    return bits

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -80,13 +80,15 @@ def compiled_forward(module: nn.Module) -> bool:
 class Taps:
     """The hooks of one model."""
 
-    def __init__(self, top: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, top: nn.Module, recorder: Recorder, begin_forward: Callable[[], None]) -> None:
         """Find the points of a model and hook them.
 
         Args:
             top: The outermost module.
             recorder: Receives the values.
+            begin_forward: Called before anything of a training forward pass is taken: a step may be over.
         """
+        self._begin_forward = begin_forward
         self.recorder = recorder
         self.modules = list(names.walk(top))
         self.parameters = names.named_parameters(self.modules)
@@ -163,6 +165,7 @@ class Taps:
         self._quiet_entry = not torch.is_grad_enabled()
         if self._quiet_entry:
             return
+        self._begin_forward()
         recorder.count("training forward passes")
         if not recorder.recording:
             return
@@ -203,10 +206,12 @@ class Taps:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        recorder = self.recorder
-        if not recorder.recording or in_recompute():
+        if in_recompute() or (self._quiet_entry if self._open else not torch.is_grad_enabled()):
             return
-        if self._quiet_entry if self._open else not torch.is_grad_enabled():
+        if not self._open:
+            self._begin_forward()
+        recorder = self.recorder
+        if not recorder.recording:
             return
         name, cls = self._names[id(module)]
         call = recorder.next_call(Kind.FORWARD, name)

@@ -10,7 +10,7 @@ import os
 import sys
 
 
-def _probe_begin():
+def _probe_begin() -> None:
     try:
         import probe
     except ImportError:
@@ -19,6 +19,8 @@ def _probe_begin():
         spec = importlib.util.spec_from_file_location(
             "probe", os.path.join(root, "__init__.py"), submodule_search_locations=[root]
         )
+        if spec is None or spec.loader is None:
+            raise ImportError(f"probe cannot be loaded from {root}") from None
         probe = importlib.util.module_from_spec(spec)
         sys.modules["probe"] = probe
         spec.loader.exec_module(probe)
@@ -29,7 +31,7 @@ def _probe_begin():
         session.begin(request)
 
 
-def _probe_chain():
+def _probe_chain() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     others = [p for p in sys.path if os.path.abspath(p or os.curdir) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
