@@ -61,7 +61,7 @@ def open_segment(path: Path) -> Iterator[Segment]:
         yield segment
     except CaptureError:
         raise
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError, UnicodeDecodeError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError, OverflowError) as error:
         reason = "truncated" if "truncated" in str(error) else "damaged"
         raise CaptureFormatError(f"Segment {path} is {reason}: {error}. {AGAIN}.") from error
     finally:
@@ -139,7 +139,7 @@ class Segment:
         what = f"{'dataset' if wanted == h5o.TYPE_DATASET else 'group'} {name.decode('utf-8', 'replace')!r}"
         if b"/" in name or name in (b"", b"."):
             raise self.refusal(what, "has a name that leads elsewhere")
-        if name not in parent:  # looks at the link alone
+        if not parent.links.exists(name):  # looks at the link alone; `name in parent` would follow it
             raise self.refusal(what, "is missing")
         link = parent.links.get_info(name).type
         if link != h5l.TYPE_HARD:
@@ -207,20 +207,22 @@ class Segment:
         return found
 
     def texts(self, parent: h5g.GroupID, name: bytes) -> tuple[list[bytes], tuple[int, ...]]:
-        """Read a dataset of UTF-8 texts, of fixed or variable length.
+        """Read a dataset of UTF-8 texts of fixed length.
 
         Returns:
             The texts in C order, and the dataset's shape.
         """
         found = self.dataset(parent, name)
         kind = found.get_type()
-        if kind.get_class() != h5t.STRING:
-            raise self.refusal(f"dataset {name.decode()!r}", f"is {_type_name(kind)}, not text")
-        array = np.empty(found.shape, dtype=kind.dtype)
+        if kind.get_class() != h5t.STRING or kind.is_variable_str():
+            raise self.refusal(f"dataset {name.decode()!r}", f"is {_type_name(kind)}, not text of fixed length")
+        array = np.empty(found.shape, dtype=f"S{kind.get_size()}")
         if array.size:
             found.read(h5s.ALL, h5s.ALL, array, mtype=kind)
-        return [text or b"" for text in array.reshape(-1).tolist()], found.shape
+        return array.reshape(-1).tolist(), found.shape
 
 
 def _type_name(kind: h5t.TypeID) -> str:
+    if kind.get_class() == h5t.STRING and kind.is_variable_str():
+        return "text of variable length"
     return f"{_CLASSES.get(kind.get_class(), 'unknown')} of {kind.get_size()} bytes"

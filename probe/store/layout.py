@@ -4,7 +4,7 @@ The recorder fills a `StepRows`, the writer stores it, the reader returns it. It
 needs torch and recording never needs to know HDF5. Writer and reader agree through `TABLES`.
 
 Shapes: S steps in the file (1 in version 1), Q quantities recorded in the step, K sketch buckets, N samples,
-R stored sketches, P stored samples.
+R stored sketches, P stored samples, T different texts.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ TABLES = (
     Table(name="shape", code="S", axes="Q"),
     Table(name="where", code="S", axes="Q"),
     Table(name="tensor", code="S", axes="Q"),
-    Table(name="text", code="S", axes="SQ"),
+    Table(name="text_row", code="<i4", axes="SQ"),
+    Table(name="text", code="S", axes="ST"),
     Table(name="order", code="<i4", axes="SQ"),
     Table(name="numel", code="<i8", axes="SQ"),
     Table(name="nonfinite", code="<i8", axes="SQ"),
@@ -141,8 +142,14 @@ TABLES = (
     Table(name="sample_row", code="<i4", axes="SQ"),
     Table(name="sample", code="<f4", axes="SPN"),
 )
-"""Every table of a segment. `tensor` is the link name under `/tensors` of a quantity kept whole, `sketch_row` and
-`sample_row` index the stored vectors (-1: none), because most rows of a step (scalars, state) have neither."""
+"""Every table of a segment. `tensor` is the link name under `/tensors` of a quantity kept whole. `text_row`,
+`sketch_row` and `sample_row` index what is stored once (-1: none): most rows have no text, scalars have no sketch, and
+one long text must not widen two thousand rows."""
+
+NAME_NBYTES = 4096
+"""Longest name, item, label or place; beyond it text is cut and ends in a digest of the whole."""
+TEXT_NBYTES = 65536
+"""Longest text, likewise."""
 
 TABLES_HASH = "tables_xxh3_128"
 """Root attribute: 32 hex digits of xxh3_128 over all of `TABLES`, see `probe.store.image.tables_digest`."""

@@ -19,7 +19,7 @@ import xxhash
 from probe.errors import CaptureError, listed
 from probe.point import Key, Kind
 from probe.store.dtypes import BITS
-from probe.store.layout import SCALARS, StepRows
+from probe.store.layout import NAME_NBYTES, SCALARS, TEXT_NBYTES, StepRows
 
 Tables: TypeAlias = dict[str, Any]
 """Each table by name, without a step axis: an array, or a list of UTF-8 texts."""
@@ -53,7 +53,7 @@ class Encoder:
             "shape": self._once("shape", rows.shape, _encoded_shapes),
             "where": self._once("where", rows.where, _encoded),
             "tensor": [links.get(key, b"") for key in rows.keys] if links else [b""] * len(rows.keys),
-            "text": self._once("text", rows.text, _encoded),
+            **self._once("text", rows.text, _text_tables),
             "order": rows.order,
             "numel": rows.numel,
             "nonfinite": rows.nonfinite,
@@ -114,7 +114,7 @@ class Decoder:
             sketch=_spread(tables["sketch_row"], tables["sketch"]),
             sample=_spread(tables["sample_row"], tables["sample"]),
             hash=tables["hash"],
-            text=self._once("text", [tables["text"]], _decoded),
+            text=self._once("text", [tables["text_row"], tables["text"]], _decoded_texts),
             where=self._once("where", [tables["where"]], _decoded),
         )
 
@@ -169,17 +169,32 @@ def require_consistent(rows: StepRows) -> None:
             )
 
 
-def encode(text: str) -> bytes:
-    """Encode text that HDF5 can hold: it ends a text at NUL, and a lone surrogate is no UTF-8.
+def encode(text: str, most: int = NAME_NBYTES) -> bytes:
+    """Encode text as a table can hold it.
+
+    HDF5 ends a text at NUL, and a lone surrogate is no UTF-8: both are replaced. What is longer than `most` bytes is
+    cut and ends in a digest of the whole, so that it is still equal only to itself.
 
     >>> encode("a\\0b").decode()
     'a␀b'
     """
-    return text.replace("\0", "\u2400").encode("utf-8", "backslashreplace")
+    encoded = text.replace("\0", "\u2400").encode("utf-8", "backslashreplace")
+    if len(encoded) <= most:
+        return encoded
+    end = f"… ({len(encoded)} bytes, xxh3_128 {xxhash.xxh3_128_hexdigest(encoded)})".encode()
+    return encoded[: most - len(end)].decode("utf-8", "ignore").encode() + end
 
 
 def _encoded(texts: Sequence[str]) -> list[bytes]:
     return [encode(text) for text in texts]
+
+
+def _text_tables(texts: Sequence[str]) -> Tables:
+    rows = {text: at for at, text in enumerate(dict.fromkeys(text for text in texts if text))}
+    return {
+        "text_row": np.array([rows.get(text, -1) for text in texts], dtype="<i4"),
+        "text": [encode(text, TEXT_NBYTES) for text in rows],
+    }
 
 
 def _encoded_shapes(shapes: Sequence[tuple[int, ...]]) -> list[bytes]:
@@ -252,6 +267,11 @@ def _decoded(texts: Sequence[bytes]) -> list[str]:
     return [text.decode() for text in texts]
 
 
+def _decoded_texts(rows: npt.NDArray[np.int32], texts: Sequence[bytes]) -> list[str]:
+    different = _decoded(texts)
+    return [different[row] if row >= 0 else "" for row in rows.tolist()]
+
+
 def _decoded_shapes(texts: Sequence[bytes]) -> list[tuple[int, ...]]:
     return [tuple(int(length) for length in text.split(b",")) if text else () for text in texts]
 
@@ -263,9 +283,13 @@ def _decoded_keys(
     microbatches: npt.NDArray[np.int32],
     calls: npt.NDArray[np.int32],
 ) -> list[Key]:
-    return [
+    keys = [
         Key(kind=_KINDS[kind], name=name, item=item, microbatch=microbatch, call=call)
         for kind, name, item, microbatch, call in zip(
             _decoded(kinds), _decoded(names), _decoded(items), microbatches.tolist(), calls.tolist(), strict=True
         )
     ]
+    doubles = _doubles(keys)
+    if doubles:
+        raise ValueError(f"the same key twice, {listed(doubles)}")
+    return keys
