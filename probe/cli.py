@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from probe.errors import IncomparableError, NotEquivalentError, ProbeError, listed
+from probe.errors import IncomparableError, NotEquivalentError, ProbeError
 
 if TYPE_CHECKING:
     from probe.comparison import Comparison
@@ -27,8 +27,8 @@ COULD_NOT_TELL = 2
 INTERRUPTED = 130
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-_FOLDER = click.Path(path_type=Path, file_okay=False)
-_FILE = click.Path(path_type=Path, dir_okay=False)
+# click would check what exists only half; whoever opens a path says what is wrong with it.
+_FOLDER = _FILE = click.Path(path_type=Path)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -183,9 +183,10 @@ def record(
 @main.command(context_settings=_HELP)
 @click.argument("captures", nargs=-1, required=True, type=_FOLDER, metavar="CAPTURE...")
 @click.option("-o", "--output", type=_FILE, required=True, metavar="FILE", help="Tolerance file (TOML) to write.")
+@click.option("--plan", type=_FILE, metavar="FILE", help="Plan file whose checks name the families.")
 @click.option("-k", type=click.FloatRange(0, min_open=True), default=3.0, show_default=True, help="Tolerance / spread.")
 @click.option("--force", is_flag=True, help="Replace an existing tolerance file.")
-def calibrate(captures: tuple[Path, ...], output: Path, k: float, force: bool) -> None:
+def calibrate(captures: tuple[Path, ...], output: Path, plan: Path | None, k: float, force: bool) -> None:
     """Turn repeated runs of the unmodified code into tolerances.
 
     \b
@@ -193,13 +194,17 @@ def calibrate(captures: tuple[Path, ...], output: Path, k: float, force: bool) -
     """
     refuse_overwriting([output], force=force)
     from probe.calibrate import calibrate as calibrated
+    from probe.plan import default_checks, load_plan
     from probe.report.calibration import calibration_table
     from probe.store.reader import open_capture
     from probe.tolerance import save
 
-    tolerances = calibrated([open_capture(path) for path in captures], k=k)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    save(tolerances, output)
+    checks = default_checks() if plan is None else load_plan(plan).checks
+    tolerances = calibrated([open_capture(path) for path in captures], k=k, checks=checks)
+    try:
+        save(tolerances, output)
+    except OSError as error:
+        raise ProbeError(f"Tolerance file {output} cannot be written: {error.strerror}.") from error
     click.echo(calibration_table(tolerances))
     click.echo(f"Tolerances of {len(captures)} runs are in {output}.", err=True)
 
@@ -302,10 +307,11 @@ def refuse_overwriting(outputs: Sequence[Path], *, force: bool) -> None:
     Raises:
         ProbeError: One of the files exists and `force` is not set.
     """
-    existing = [str(path) for path in outputs if path.exists()]
-    if existing and not force:
-        exists = "exists" if len(existing) == 1 else "exist"
-        raise ProbeError(f"{listed(existing)} {exists} already. Choose another name, or replace with --force.")
+    for path in outputs:
+        if path.is_dir():
+            raise ProbeError(f"Output {path} is a folder. Name a file.")
+        if path.exists() and not force:
+            raise ProbeError(f"File {path} exists already. Choose another name, or replace it with --force.")
 
 
 def github_summary() -> Path:
@@ -349,7 +355,7 @@ def _write_reports(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ProbeError(f"Report {str(path)!r} cannot be written: {error.strerror}.") from error
+            raise ProbeError(f"Report {path} cannot be written: {error.strerror}.") from error
         click.echo(f"Report is in {path}.", err=True)
 
 
