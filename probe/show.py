@@ -203,7 +203,8 @@ def _print_table(header: Sequence[str], rows: Iterable[tuple[str, ...]], *, titl
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     if table.row_count:
-        Console(highlight=False).print(table)
+        # A line too long for the terminal wraps there; rich would drop its last columns.
+        Console(highlight=False, width=max(Console().width, 120)).print(table)
     return table.row_count
 
 
