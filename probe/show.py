@@ -204,7 +204,7 @@ def _print_table(header: Sequence[str], rows: Iterable[tuple[str, ...]], *, titl
         table.add_row(*(Text(cell) for cell in row))
     if table.row_count:
         # A line too long for the terminal wraps there; rich would drop its last columns.
-        Console(highlight=False, width=max(Console().width, 120)).print(table)
+        Console(highlight=False, width=max(Console().width, 120), height=25).print(table)
     return table.row_count
 
 
