@@ -167,9 +167,8 @@ class Segment:
         layout = made.get_layout()
         if layout != h5d.CONTIGUOUS:
             filters = [str(made.get_filter(index)[0]) for index in range(made.get_nfilters())]
-            stored = _LAYOUTS.get(layout, f"in layout {layout}") + (
-                f" with filters {', '.join(filters)}" if filters else ""
-            )
+            stored = _LAYOUTS.get(layout, f"in layout {layout}")
+            stored += f" with filters {', '.join(filters)}" if filters else ""
             raise self.refusal(what, f"is stored {stored}, and a segment's data lies contiguous")
         count = 1
         for length in found.shape:
@@ -178,8 +177,11 @@ class Segment:
         if not nbytes:
             return found
         offset = found.get_offset()
-        if offset is None or found.get_storage_size() < nbytes or offset + nbytes > self.size:
-            raise self.refusal(what, f"has shape {found.shape}, {nbytes} bytes, in a file of {self.size}")
+        stored = found.get_storage_size()
+        if offset is None or stored < nbytes or offset + nbytes > self.size:
+            raise self.refusal(
+                what, f"has shape {found.shape}, {nbytes} bytes; it stores {stored}, in a file of {self.size}"
+            )
         return found
 
     def array(self, parent: h5g.GroupID, name: bytes, kind: h5t.TypeID, code: str) -> npt.NDArray[Any]:
@@ -223,6 +225,12 @@ class Segment:
 
 
 def _type_name(kind: h5t.TypeID) -> str:
+    """Write a type in words that tell it from the others here."""
     if kind.get_class() == h5t.STRING and kind.is_variable_str():
         return "text of variable length"
-    return f"{_CLASSES.get(kind.get_class(), 'unknown')} of {kind.get_size()} bytes"
+    name = f"{_CLASSES.get(kind.get_class(), 'unknown')} of {kind.get_size()} bytes"
+    if kind.get_class() in (h5t.INTEGER, h5t.FLOAT) and kind.get_order() == h5t.ORDER_BE:
+        return f"big-endian {name}"
+    if kind.get_class() == h5t.INTEGER and kind.get_sign() == h5t.SGN_NONE:
+        return f"unsigned {name}"
+    return name
