@@ -1,7 +1,8 @@
-"""The optimized branch with one planted fault: block 2's attention has the wrong softmax scale.
+"""The optimized branch with one planted fault: block 2's attention has lost its softmax scale.
 
-The story is a common one. A kernel wants head widths padded to a power of two, the width is padded where the block is made,
-and the scale is computed from the padded width. The loss hardly moves, since the model's output is a sum over all blocks.
+The story is a common one. Scaling the queries is moved into the kernel that normalizes them, the attention is told to scale by
+one, and one block is made in a way that misses the new kernel. The loss does not give it away: it moves by less than a
+thousandth, for a block's attention is a small part of the sum that a DiT is.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import optimized
 from diffsynth.models import minimax_h3_dit as h3
 
 FAULTY_BLOCK = 2
-PADDED_HEAD_DIM = 64
-"""Width to which a head of 32 is padded; the scale is 0.71 of the right one."""
+FAULTY_SCALE = 1.0
+"""The right one is the head width to the power of -1/2: 0.177 for the tiny model's 32."""
 
 original_init = h3.MiniMaxH3DiT.__init__
 
@@ -30,6 +31,6 @@ def apply(chosen: Iterable[str] | None = None) -> None:
 
 
 def init_with_fault(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Stand in for `MiniMaxH3DiT.__init__`; leaves the scale of a padded head in one block."""
+    """Stand in for `MiniMaxH3DiT.__init__`; takes the softmax scale from one block."""
     original_init(self, *args, **kwargs)
-    self.blocks[FAULTY_BLOCK].attn.softmax_scale = PADDED_HEAD_DIM**-0.5
+    self.blocks[FAULTY_BLOCK].attn.softmax_scale = FAULTY_SCALE
