@@ -13,17 +13,19 @@ Shapes: S steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 
 import numpy as np
 
 from probe.check import Check, default_checks
 from probe.differences import Axes
+from probe.distance import ASSUMED_EPSILONS
 from probe.errors import ToleranceError
 from probe.limits import with_siblings
 from probe.point import Kind
 from probe.provenance_changes import calibrated_run, check_same_job
-from probe.repeats import ASSUMED_EPSILONS, Repeats, measure_repeats
+from probe.repeats import Repeats, measure_repeats
 from probe.series import CaptureLike, FloatArray, perturbation
 from probe.tolerance import ALL_JUDGED, K, Tolerance, Tolerances
 
@@ -68,8 +70,8 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
             f"{ASSUMED_EPSILONS:.0f} eps of the recorded type. Record runs of the unmodified code with "
             "`probe record --perturb ulp:1`, `ulp:2` and `ulp:3`, and calibrate with them."
         )
-    own, allowed, spread, floor = _tolerance(repeats, k, assumed)
-    families = _families(repeats, spread, floor, own, allowed, assumed, default_checks() if checks is None else checks)
+    allowed = _allow(repeats, k, assumed)
+    families = _families(repeats, allowed, assumed, default_checks() if checks is None else checks)
     return Tolerances(
         k=k,
         created_utc=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -78,32 +80,46 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
         runs=tuple(calibrated_run(capture) for capture in ordered),
         families=families,
         assumed=assumed,
+        repeatable=repeats.identical,
         self_test=_self_test(repeats, families),
         notes=tuple(notes),
     )
 
 
-def _tolerance(repeats: Repeats, k: float, assumed: bool) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return a series' own tolerance, the verdict's, the pooled spread, the floor; each [S, series], never decreasing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allowed:
+    """Tolerances of all series, [S, series], never decreasing with the step."""
 
-    A step at which a series was not recorded has what was known before it (0 spread, the first floor).
-    """
+    spread: FloatArray
+    floor: FloatArray
+    tolerance: FloatArray
+    noise: FloatArray
+    """The tolerance without what is allowed for one flipped sign: what the horizon is about."""
+
+
+def _allow(repeats: Repeats, k: float, assumed: bool) -> _Allowed:
+    """Apply the rule. A step at which a series was not recorded has what was known before it."""
     spread = np.maximum.accumulate(np.nan_to_num(repeats.spread, nan=0.0, posinf=0.0), axis=0)
-    raw = repeats.assumed_floor if assumed else repeats.floor
-    floor = np.maximum.accumulate(np.where(np.isnan(raw), np.nanmin(raw, axis=0, initial=np.inf), raw), axis=0)
-    floor = np.where(np.isfinite(floor), floor, 0.0)
-    own = np.fmax(k * spread, floor)
-    return own, with_siblings(own, repeats.index.largest_sibling(own)), spread, floor
+    rounding = _never_falling(repeats.assumed_floor if assumed else repeats.floor)
+    floor = np.fmax(rounding, _never_falling(repeats.flip))
+    own, noise = np.fmax(k * spread, floor), np.fmax(k * spread, rounding)
+    index = repeats.index
+    return _Allowed(
+        spread=spread,
+        floor=floor,
+        tolerance=with_siblings(own, index.largest_sibling(own)),
+        noise=with_siblings(noise, index.largest_sibling(noise)),
+    )
+
+
+def _never_falling(floor: FloatArray) -> FloatArray:
+    least = np.nanmin(np.where(np.isnan(floor), np.inf, floor), axis=0, initial=np.inf)
+    filled = np.where(np.isnan(floor), np.where(np.isfinite(least), least, 0.0), floor)
+    return np.asarray(np.maximum.accumulate(filled, axis=0), dtype=np.float64)
 
 
 def _families(
-    repeats: Repeats,
-    spread: FloatArray,
-    floor: FloatArray,
-    own: FloatArray,
-    allowed: FloatArray,
-    assumed: bool,
-    checks: Sequence[Check],
+    repeats: Repeats, allowed: _Allowed, assumed: bool, checks: Sequence[Check]
 ) -> dict[str, dict[str, Tolerance]]:
     families: dict[str, dict[str, Tolerance]] = {check.what: {} for check in checks}
     for series, key in enumerate(repeats.index.keys):
@@ -111,15 +127,15 @@ def _families(
         if repeats.exact[series] or check is None or check.form in ("exact", "record only"):
             continue
         control = float(repeats.control[series])
-        first = float(own[0, series])
-        if control == 0 or (control <= first and control < HARDLY_CHANGES and key.kind is not Kind.PARAM):
+        noise = allowed.noise[:, series]
+        if control == 0 or (control <= noise[0] and control < HARDLY_CHANGES and key.kind is not Kind.PARAM):
             control = float("nan")
         margin = MARGIN_NUMBER if repeats.number[series] else MARGIN_TENSOR
-        horizon, mark = _horizon(allowed[:, series], control, margin, repeats.axes.steps)
+        horizon, mark = _horizon(noise, control, margin, repeats.axes.steps)
         families[check.what][repeats.index.labels[series]] = Tolerance(
-            spread=_floats(spread[:, series]),
-            floor=_floats(floor[:, series]),
-            tolerance=_floats(allowed[:, series]),
+            spread=_floats(allowed.spread[:, series]),
+            floor=_floats(allowed.floor[:, series]),
+            tolerance=_floats(allowed.tolerance[:, series]),
             control=control,
             horizon=horizon,
             mark=mark or ("insensitive" if assumed else ""),
@@ -127,17 +143,17 @@ def _families(
     return {what: dict(sorted(members.items())) for what, members in families.items() if members}
 
 
-def _horizon(allowed: FloatArray, control: float, margin: float, steps: Sequence[int]) -> tuple[int, str]:
+def _horizon(noise: FloatArray, control: float, margin: float, steps: Sequence[int]) -> tuple[int, str]:
     """Return the last step that is judged (0: none) and the mark of a series that is not judged at all."""
     if np.isnan(control):
         return ALL_JUDGED, ""
-    informative = allowed < margin * control
+    informative = noise < margin * control
     if informative.all():
         return ALL_JUDGED, ""
     count = int(np.argmin(informative))
     if count:
         return steps[count - 1], ""
-    return 0, "vacuous" if bool((allowed >= control).all()) else "weak"
+    return 0, "vacuous" if bool((noise >= control).all()) else "weak"
 
 
 def _self_test(repeats: Repeats, families: Mapping[str, Mapping[str, Tolerance]]) -> dict[str, str]:

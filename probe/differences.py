@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from probe.distance import Measured
+from probe.distance import TINY, Measured
+from probe.point import Key
 from probe.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, IntArray, SeriesIndex, common_steps
 from probe.store.layout import StepRows
 
@@ -27,6 +28,8 @@ class Differences:
 
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
+    keys: tuple[Key, ...]
+    """[C]"""
     index: SeriesIndex
     difference: FloatArray
     """Relative for tensors, in units of the series' scale for numbers; NaN where not comparable or absent."""
@@ -49,6 +52,10 @@ class Differences:
     """`MISSING` in the candidate, `UNEXPECTED` in it, or 0."""
     order: npt.NDArray[np.int32]
     """Execution index in the baseline; -1 where it has none."""
+    texts: dict[tuple[int, int, int], tuple[str, str]]
+    """Both values of cells that are text, by (s, r, cell)."""
+    assumed: FloatArray
+    """Tolerance where nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +103,12 @@ class Collector:
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, int, Measured, Alignment]] = []
+        self._baseline_order: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
 
-    def add(self, s: int, r: int, measured: Measured, pairs: Alignment) -> None:
+    def add(self, s: int, r: int, measured: Measured, pairs: Alignment, baseline: StepRows) -> None:
         """Keep one segment's measurements."""
         self._measured.append((s, r, measured, pairs))
+        self._baseline_order[s, r] = baseline.order
 
     def dense(self, name: str, axes: Axes, catalog: Catalog) -> FloatArray:
         """Return one field of `Measured` as [S, R, C], NaN where nothing was measured."""
@@ -121,23 +130,27 @@ class Collector:
 
         absent = np.zeros(shape, dtype=np.int8)
         present = np.zeros(shape, dtype=bool)
+        expected = self.dense("expected", axes, catalog)
+        order = np.nan_to_num(self.dense("order", axes, catalog), nan=-1.0).astype(np.int32)
         for s, r, measured, pairs in self._measured:
+            order[s, r, pairs.missing] = self._baseline_order[s, r][pairs.missing_rows]
             present[s, r, measured.cells] = True
             absent[s, r, pairs.missing] = MISSING
             absent[s, r, pairs.unexpected] = UNEXPECTED
-        expected, raw = self.dense("expected", axes, catalog), self.dense("difference", axes, catalog)
-        number = flags("number")
+        raw = self.dense("difference", axes, catalog)
+        actual, number = self.dense("actual", axes, catalog), flags("number")
         if scale is None:
             scale = series_scale(np.where(number, expected, np.nan), index)
         difference = np.where(number, raw / scale[index.of_cell], raw)
         return Differences(
             steps=axes.steps,
             ranks=axes.ranks,
+            keys=tuple(catalog.keys),
             index=index,
             difference=difference,
-            absolute=np.where(number, raw, raw * expected),
+            absolute=np.where(number, raw, raw * np.where(np.abs(expected) >= TINY, expected, actual)),
             expected=expected,
-            actual=self.dense("actual", axes, catalog),
+            actual=actual,
             present=present,
             exact=flags("exact"),
             identical=flags("identical"),
@@ -146,7 +159,9 @@ class Collector:
             reshaped=flags("reshaped"),
             retyped=flags("retyped"),
             absent=absent,
-            order=np.nan_to_num(self.dense("order", axes, catalog), nan=-1.0).astype(np.int32),
+            order=order,
+            texts={(s, r, cell): both for s, r, measured, _ in self._measured for cell, both in measured.texts.items()},
+            assumed=self.dense("assumed", axes, catalog),
         )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from probe.differences import Axes, Collector, Stop, series_scale, walk
-from probe.distance import EPSILON, EPSILON_FLOAT32, Measured, measure, plain_type, rounding_floor
+from probe.distance import EPSILON_FLOAT32, Measured, measure, rounding_floor
 from probe.errors import ToleranceError
 from probe.loss_scale import as_backward_got
 from probe.point import Kind
@@ -30,10 +30,6 @@ study, sections 0b and 3."""
 PARAMETER_EPSILONS = 2.0
 """A parameter is no sum but one rounding per step, whatever the order of work: half an ulp per element, at most eps of
 its norm. The lower floor is what sees a missing weight decay (1e-6 of the norm per step with lr 1e-4, decay 0.01)."""
-
-ASSUMED_EPSILONS = 32.0
-"""Bit-identical runs say nothing of re-ordered work; 32 eps of the recorded type passed all sound branches of the study
-and its faults from 262 x in fp32, 3 x in bf16. Source: the project's statistics study, section 3."""
 
 FLIP_SHARE = 1.0 / 3.0
 """At most this share of an update's norm is allowed for a flipped sign, so that in a tensor of a few elements a frozen
@@ -49,7 +45,9 @@ class Repeats:
     spread: FloatArray
     """Largest difference of any two runs in that step, over ranks and microbatches."""
     floor: FloatArray
-    """Least tolerance, from the precision of the numbers and, for parameters, one flipped sign of an update."""
+    """Least tolerance, from the precision of the numbers."""
+    flip: FloatArray
+    """How far one flipped sign of an update moves a parameter; 0 for what is none."""
     assumed_floor: FloatArray
     """Least tolerance where nothing was measured."""
     control: FloatArray
@@ -89,7 +87,7 @@ def measure_repeats(captures: Sequence[CaptureLike], axes: Axes) -> Repeats:
         for (one, two), collector in pairs.items():
             aligned = catalog.align(rows[one].keys, rows[two].keys)
             measured = measure(rows[one], rows[two], aligned, catalog.keys)
-            collector.add(stop.s, stop.r, measured, aligned)
+            collector.add(stop.s, stop.r, measured, aligned, rows[one])
             if plain[one] and plain[two]:
                 _same_data(measured, catalog, captures[one], captures[two], stop)
                 identical = identical and bool(measured.identical.all()) and not aligned.missing.size
@@ -100,7 +98,7 @@ def measure_repeats(captures: Sequence[CaptureLike], axes: Axes) -> Repeats:
         s_before, before = last.get(stop.r, (-1, None))
         if before is not None:
             aligned = catalog.align(before.keys, rows[0].keys)
-            shift.add(s_before, stop.r, measure(before, rows[0], aligned, catalog.keys), aligned)
+            shift.add(s_before, stop.r, measure(before, rows[0], aligned, catalog.keys), aligned, before)
         aligned = catalog.align(rows[0].keys, rows[0].keys)
         itself = measure(rows[0], rows[0], aligned, catalog.keys)
         floors.append((stop, itself, rounding_floor(rows[0]), flip_floor(before, rows[0], catalog)))
@@ -136,7 +134,7 @@ def flip_floor(before: StepRows | None, rows: StepRows, catalog: Catalog) -> Flo
         return floor
     of_now, of_then = np.array(now, dtype=np.intp), np.array(then, dtype=np.intp)
     nothing = np.empty(0, dtype=np.intp)
-    aligned = Alignment(catalog.cells(rows.keys)[of_now], of_now, of_then, nothing, nothing)
+    aligned = Alignment(catalog.cells(rows.keys)[of_now], of_now, of_then, nothing, nothing, nothing)
     update = np.nan_to_num(measure(rows, earlier, aligned, catalog.keys).difference, nan=0.0, posinf=0.0)
     numel = np.maximum(rows.numel[of_now], 1)
     floor[of_now] = np.minimum(2 / np.sqrt(numel), FLIP_SHARE) * update
@@ -149,7 +147,7 @@ def _rotate(rotation: Collector, ranks: list[tuple[int, StepRows]], s: int, cata
         return
     for (r, mine), (_, theirs) in zip(ranks, ranks[1:] + ranks[:1], strict=True):
         aligned = catalog.align(mine.keys, theirs.keys)
-        rotation.add(s, r, measure(mine, theirs, aligned, catalog.keys), aligned)
+        rotation.add(s, r, measure(mine, theirs, aligned, catalog.keys), aligned, mine)
 
 
 def _same_data(measured: Measured, catalog: Catalog, one: CaptureLike, two: CaptureLike, stop: Stop) -> None:
@@ -172,13 +170,13 @@ def _pool(
 ) -> Repeats:
     index = SeriesIndex(catalog.keys)
     shape = (len(axes.steps), len(axes.ranks), len(catalog))
-    expected, rounding, flips, epsilon = (np.full(shape, np.nan) for _ in range(4))
+    expected, rounding, flips, assumed = (np.full(shape, np.nan) for _ in range(4))
     number, exact = np.zeros(len(catalog), dtype=bool), np.zeros(len(catalog), dtype=bool)
     for stop, itself, rounded, flip in floors:
         here = (stop.s, stop.r, itself.cells)
         expected[here] = np.where(itself.number, itself.expected, np.nan)
         rounding[here], flips[here] = rounded, flip
-        epsilon[here] = [EPSILON.get(plain_type(dtype), EPSILON_FLOAT32) for dtype in stop.rows[0].dtype]
+        assumed[here] = itself.assumed
         number[itself.cells] |= itself.number
         exact[itself.cells] |= itself.exact
     scale = series_scale(expected, index)[index.of_cell]
@@ -193,15 +191,14 @@ def _pool(
     shifted, rotated = (relative(collector) for collector in scrambled)
     is_param = np.array([key.kind is Kind.PARAM for key in catalog.keys])
     least = np.where(is_param, PARAMETER_EPSILONS, FLOOR_EPSILONS) * EPSILON_FLOAT32
-    floor = np.fmax(
-        np.fmax(np.where(number, rounding / scale, rounding), np.where(number, flips / scale, flips)), least
-    )
+    floor = np.fmax(np.where(number, rounding / scale, rounding), least)
     return Repeats(
         axes=axes,
         index=index,
         spread=spread,
         floor=index.largest(floor),
-        assumed_floor=index.largest(np.fmax(ASSUMED_EPSILONS * np.fmax(epsilon, EPSILON_FLOAT32), floor)),
+        flip=index.largest(np.where(number, flips / scale, flips)),
+        assumed_floor=index.largest(np.fmax(assumed, floor)),
         control=_control(shifted, rotated, index, spread),
         shifted=index.largest(shifted),
         rotated=index.largest(rotated),

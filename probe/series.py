@@ -79,6 +79,8 @@ class Alignment:
     """[Q] row in the candidate's segment."""
     missing: IntArray
     """Cells in the baseline only."""
+    missing_rows: IntArray
+    """Their rows in the baseline's segment."""
     unexpected: IntArray
     """Cells in the candidate only."""
 
@@ -131,14 +133,15 @@ class Catalog:
     def _align(self, baseline: tuple[Key, ...], candidate: tuple[Key, ...]) -> Alignment:
         nothing = np.empty(0, dtype=np.intp)
         if baseline == candidate:
-            return Alignment(self.cells(baseline), slice(None), slice(None), nothing, nothing)
+            return Alignment(self.cells(baseline), slice(None), slice(None), nothing, nothing, nothing)
         of_baseline = {key: row for row, key in enumerate(baseline)}
         of_candidate = {key: row for row, key in enumerate(candidate)}
-        cells, left, right, missing, unexpected = [], [], [], [], []
+        cells, left, right, missing, missing_rows, unexpected = [], [], [], [], [], []
         for key, row in of_baseline.items():
             other = of_candidate.get(key, of_candidate.get(unclipped(key)))
             if other is None:
                 missing.append(self.cell(key))
+                missing_rows.append(row)
             else:
                 cells.append(self.cell(key))
                 left.append(row)
@@ -153,7 +156,7 @@ class Catalog:
                 cells.append(self.cell(key))
                 left.append(stand_in)
                 right.append(row)
-        return Alignment(*(np.array(x, dtype=np.intp) for x in (cells, left, right, missing, unexpected)))
+        return Alignment(*(np.array(x, dtype=np.intp) for x in (cells, left, right, missing, missing_rows, unexpected)))
 
 
 def unclipped(key: Key) -> Key:

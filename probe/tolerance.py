@@ -96,6 +96,8 @@ class Tolerances:
     """Family (a check's `what`) to series label to tolerance."""
     assumed: bool = False
     """The runs were bit-identical and none was perturbed: floors are assumed, nothing was measured."""
+    repeatable: bool = False
+    """The plain runs have the same bits (or there is only one): more plain runs would say nothing new."""
     self_test: Mapping[str, str] = field(default_factory=dict)
     """How scrambled baselines were judged: `step shift` and `rank rotation` to `different`, `not told apart` or
     `not run`."""
@@ -119,7 +121,20 @@ class Tolerances:
 FORMAT = "probe-tolerances"
 VERSION = 1
 
-_TOP = ("format", "version", "k", "created", "steps", "world_size", "assumed", "notes", "self_test", "runs", "families")
+_TOP = (
+    "format",
+    "version",
+    "k",
+    "created",
+    "steps",
+    "world_size",
+    "assumed",
+    "repeatable",
+    "notes",
+    "self_test",
+    "runs",
+    "families",
+)
 _RUN = ("run_id", "path", "created", "command", "commit", "code", "perturb")
 _FAMILY = ("series", "zero_spread", "largest_spread", "smallest_tolerance", "largest_tolerance", "members")
 _MEMBER = ("spread", "floor", "tolerance", "control", "horizon", "mark")
@@ -167,6 +182,7 @@ def dump(tolerances: Tolerances) -> str:
         f"steps = [{', '.join(map(str, tolerances.steps))}]",
         f"world_size = {tolerances.world_size}",
         f"assumed = {'true' if tolerances.assumed else 'false'}",
+        f"repeatable = {'true' if tolerances.repeatable else 'false'}",
         f"notes = [{', '.join(map(_text, tolerances.notes))}]",
         f"self_test = {{ {', '.join(f'{_text(k)} = {_text(v)}' for k, v in tolerances.self_test.items())} }}",
     ]
@@ -292,6 +308,7 @@ def parse(data: Mapping[str, Any]) -> Tolerances:
         ),
         families=families,
         assumed=bool(data.get("assumed", False)),
+        repeatable=bool(data.get("repeatable", False)),
         self_test=dict(_table(data, "self_test", "the file")),
         notes=tuple(map(str, data.get("notes", []))),
     )

@@ -1,0 +1,319 @@
+"""Compare candidates with baselines: captures and tolerances in, a `Comparison` out.
+
+The first baseline gives the expected values and every candidate is judged against it; all other pairs of runs are shown
+beside them. This module must not print, and must not exit.
+
+Shapes: S steps, R ranks, C cells.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from probe import check_rows, provenance_changes
+from probe.check import Check, default_checks
+from probe.comparison import Comparison, Coverage, FirstDivergence, Outcome, PairSummary
+from probe.differences import MISSING, UNEXPECTED, Axes, Collector, Differences, series_scale, walk
+from probe.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32, measure
+from probe.errors import IncomparableError, ToleranceError, listed
+from probe.judge import Judgement, judge
+from probe.limits import Limits, edited, lay_out
+from probe.locate import locate
+from probe.loss_scale import MICRO_LOSS, agreed_scales, as_backward_got, divisors, microbatches
+from probe.outcome import Gaps, decide
+from probe.point import Key, Kind
+from probe.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, SeriesIndex
+from probe.store.layout import StepRows
+from probe.tolerance import Tolerances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """All pairs of runs: baselines first, then candidates."""
+
+    pairs: dict[tuple[int, int], Differences]
+    keys: tuple[Key, ...]
+    scales: dict[float, int]
+    """Factor by which a candidate scaled its loss, and in how many microbatches."""
+
+
+def compare(
+    baselines: Sequence[CaptureLike],
+    candidates: Sequence[CaptureLike],
+    tolerances: Tolerances | None,
+    *,
+    checks: Sequence[Check] | None = None,
+    same_code: bool = False,
+) -> Comparison:
+    """Judge candidates against the first baseline.
+
+    Args:
+        baselines: Runs of the unmodified code; the first gives the expected values.
+        candidates: Runs of the branch. Only what is above tolerance in all of them is above.
+        tolerances: From `probe.calibrate`; None: assumed floors, by which nothing but bit-identity is equivalent.
+        checks: Rows of the table; None: the default ones.
+        same_code: Allow both arms to have run the same code with the same command.
+
+    Raises:
+        IncomparableError: The runs share no step, have different world sizes, or ran the same code.
+        ToleranceError: The tolerances are of another job.
+    """
+    if not baselines or not candidates:
+        raise IncomparableError(
+            f"A comparison needs at least one run of each arm, and got {len(baselines)} baselines and "
+            f"{len(candidates)} candidates."
+        )
+    provenance_changes.check_comparable(baselines, candidates, same_code=same_code)
+    checks = default_checks() if checks is None else checks
+    runs = [*baselines, *candidates]
+    axes = _axes(baselines, candidates)
+    measured = _measure(runs, len(baselines), axes, _loss_tolerances(tolerances, axes))
+    index = measured.pairs[0, len(baselines)].index
+    limits = None if tolerances is None else _limits(tolerances, index, axes, checks, baselines[0])
+    flaky = _flaky(measured, len(baselines), index)
+    judged = {pair: judge(differences, limits, checks, flaky) for pair, differences in measured.pairs.items()}
+    judgements = [judged[0, len(baselines) + c] for c in range(len(candidates))]
+    rows = check_rows.rows(checks, judgements, limits)
+    coverage = _coverage([judgement.differences for judgement in judgements])
+    decision = decide(judgements, rows, tolerances, _gaps(baselines[0], candidates, judgements))
+    located = locate(judgements) if decision.outcome in (Outcome.DIFFERENT, Outcome.INCONCLUSIVE) else None
+    return Comparison(
+        outcome=decision.outcome,
+        reason=_reason(decision.reason, decision.outcome, located),
+        checks=rows,
+        first_divergence=located,
+        coverage=coverage,
+        runs=tuple(
+            provenance_changes.run_summary(run, "baseline" if number < len(baselines) else "candidate")
+            for number, run in enumerate(runs)
+        ),
+        pairs=_pairs(runs, len(baselines), judged),
+        provenance_changes=provenance_changes.changes(baselines[0], candidates[0]),
+        notes=(
+            *decision.notes,
+            *_notes(baselines, candidates, judgements, measured, tolerances, index, flaky),
+        ),
+        more_runs=decision.more_runs,
+    )
+
+
+def _axes(baselines: Sequence[CaptureLike], candidates: Sequence[CaptureLike]) -> Axes:
+    axes = Axes.shared([*baselines, *candidates])
+    if not axes.steps:
+        one, two = baselines[0], candidates[0]
+        raise IncomparableError(
+            f"The runs have no step in common on any rank: {str(one.path)!r} has steps {_steps(one)} and "
+            f"{str(two.path)!r} has {_steps(two)}. Record the same --steps in both."
+        )
+    return axes
+
+
+def _steps(capture: CaptureLike) -> str:
+    found = sorted({step for rank in capture.ranks for step in capture.steps(rank)})
+    if not found:
+        return "none"
+    return f"{found[0]}-{found[-1]}" if len(found) > 1 else str(found[0])
+
+
+def _loss_tolerances(tolerances: Tolerances | None, axes: Axes) -> dict[int, float]:
+    """Return the relative difference at which two losses agree, by step."""
+    member = tolerances.members().get(f"loss/{MICRO_LOSS}") if tolerances else None
+    assumed = ASSUMED_EPSILONS * EPSILON_FLOAT32
+    if tolerances is None or member is None:
+        return dict.fromkeys(axes.steps, assumed)
+    at = np.minimum(np.searchsorted(np.array(tolerances.steps), np.array(axes.steps)), len(tolerances.steps) - 1)
+    return {step: max(member.tolerance[int(i)], assumed) for step, i in zip(axes.steps, at, strict=True)}
+
+
+def _measure(runs: Sequence[CaptureLike], baselines: int, axes: Axes, loss_tolerances: dict[int, float]) -> _Measured:
+    catalog = Catalog()
+    collectors = {pair: Collector() for pair in itertools.combinations(range(len(runs)), 2)}
+    scales: dict[float, int] = {}
+    for stop in walk(runs, axes):
+        rows = [as_backward_got(each) for each in stop.rows]
+        for (one, two), collector in collectors.items():
+            aligned = catalog.align(rows[one].keys, rows[two].keys)
+            divisor = None
+            if one < baselines <= two:
+                found = agreed_scales(stop.rows[one], stop.rows[two], loss_tolerances[stop.step])
+                divisor = _divisor(aligned, catalog, found, rows[one], rows[two])
+                if one == 0:
+                    for scale in found.values():
+                        scales[scale] = scales.get(scale, 0) + 1
+            measured = measure(rows[one], rows[two], aligned, catalog.keys, divisor)
+            collector.add(stop.s, stop.r, measured, aligned, rows[one])
+    index = SeriesIndex(catalog.keys)
+    first = collectors[0, 1].finish(axes, catalog, index)
+    unit = series_scale(np.where(first.number, first.expected, np.nan), index)
+    return _Measured(
+        pairs={pair: collector.finish(axes, catalog, index, unit) for pair, collector in collectors.items()},
+        keys=tuple(catalog.keys),
+        scales=scales,
+    )
+
+
+def _divisor(
+    aligned: Alignment, catalog: Catalog, scales: dict[int, float], one: StepRows, two: StepRows
+) -> FloatArray | None:
+    if not scales:
+        return None
+    return divisors(aligned, catalog.keys, scales, (microbatches(one.keys), microbatches(two.keys)))
+
+
+def _limits(
+    tolerances: Tolerances, index: SeriesIndex, axes: Axes, checks: Sequence[Check], baseline: CaptureLike
+) -> Limits:
+    if tolerances.world_size != baseline.world_size:
+        raise ToleranceError(
+            f"The tolerances are of another job: they were calibrated with {tolerances.world_size} ranks, and "
+            f"{str(baseline.path)!r} has {baseline.world_size}. Calibrate with runs of this job."
+        )
+    factors = [next((check.k for check in checks if check.selects(key)), None) for key in index.keys]
+    limits = lay_out(tolerances, index.keys, axes.steps, factors)
+    if len(index) and not limits.known.any():
+        raise ToleranceError(
+            f"The tolerances are of another job: none of their {len(tolerances.members())} series is among the "
+            f"{len(index)} of {str(baseline.path)!r}. Calibrate with runs of this job."
+        )
+    return limits
+
+
+def _flaky(measured: _Measured, baselines: int, index: SeriesIndex) -> BoolArray:
+    """Find exact kinds that differ among the baselines themselves, [series]."""
+    flaky = np.zeros(len(index), dtype=bool)
+    batch = np.array([key.kind is Kind.BATCH for key in index.keys])
+    for (_, two), d in measured.pairs.items():
+        if two < baselines:
+            unequal = (d.exact & d.present & ~d.identical).any(axis=(0, 1))
+            np.logical_or.at(flaky, index.of_cell, unequal)
+    return np.asarray(flaky & ~batch, dtype=np.bool_)
+
+
+def _coverage(of_candidates: Sequence[Differences]) -> Coverage:
+    first = of_candidates[0]
+
+    def labels(name: str) -> tuple[str, ...]:
+        cells = np.zeros(len(first.keys), dtype=bool)
+        for d in of_candidates:
+            flags = {
+                "missing": d.absent == MISSING,
+                "unexpected": d.absent == UNEXPECTED,
+                "reshaped": d.reshaped,
+                "retyped": d.retyped,
+            }[name]
+            cells |= flags.any(axis=(0, 1))
+        return tuple(dict.fromkeys(first.keys[int(cell)].label for cell in np.flatnonzero(cells)))
+
+    return Coverage(
+        matched=min(int((d.present & ~d.reshaped).sum()) for d in of_candidates),
+        missing=labels("missing"),
+        unexpected=labels("unexpected"),
+        reshaped=labels("reshaped"),
+        retyped=labels("retyped"),
+    )
+
+
+def _gaps(baseline: CaptureLike, candidates: Sequence[CaptureLike], judgements: Sequence[Judgement]) -> Gaps:
+    share = 1.0
+    for judgement in judgements:
+        d = judgement.differences
+        there = int((d.present | (d.absent == MISSING)).sum())
+        share = min(share, float((d.present & ~d.reshaped).sum()) / there if there else 0.0)
+    stopped = other_steps = ranks = ""
+    for candidate in candidates:
+        absent = sorted(set(baseline.ranks) - set(candidate.ranks))
+        if absent:
+            ranks = f"The candidate {str(candidate.path)!r} lacks rank {', '.join(map(str, absent))} of the baseline."
+        lacking = {step for rank in baseline.ranks if rank in candidate.ranks for step in baseline.steps(rank)} - {
+            step for rank in candidate.ranks for step in candidate.steps(rank)
+        }
+        if not lacking:
+            continue
+        text = (
+            f"The candidate {str(candidate.path)!r} lacks step {', '.join(map(str, sorted(lacking)))} of the baseline"
+        )
+        wanted = [run.manifest.get("config", {}).get("steps") for run in (baseline, candidate)]
+        if wanted[0] == wanted[1]:
+            stopped = f"{text}: it stopped early."
+        else:
+            other_steps = f"{text}: it was told to record {wanted[1]!r}, not {wanted[0]!r}."
+    return Gaps(matched_share=share, stopped=stopped, other_steps=other_steps, ranks=ranks)
+
+
+def _pairs(
+    runs: Sequence[CaptureLike], baselines: int, judged: dict[tuple[int, int], Judgement]
+) -> tuple[PairSummary, ...]:
+    relations = {(True, True): "baseline pair", (False, False): "candidate pair", (True, False): "cross pair"}
+    made = []
+    for (one, two), judgement in judged.items():
+        excess = np.where(judgement.exact, np.nan, judgement.excess)
+        where, ratio = "", float("nan")
+        if not np.isnan(excess).all():
+            s, r, cell = (int(i) for i in np.unravel_index(int(np.nanargmax(excess)), excess.shape))
+            d = judgement.differences
+            ratio = float(excess[s, r, cell])
+            where = f"{d.keys[cell].label}, step {d.steps[s]}, rank {d.ranks[r]}" if ratio > 0 else ""
+        made.append(
+            PairSummary(
+                first=str(runs[one].path),
+                second=str(runs[two].path),
+                relation=relations[one < baselines, two < baselines],
+                ratio=ratio,
+                where=where,
+            )
+        )
+    return tuple(made)
+
+
+def _reason(reason: str, outcome: Outcome, located: FirstDivergence | None) -> str:
+    if located is None:
+        return reason
+    place = located.place
+    ranks = f"ranks {', '.join(map(str, located.ranks))}" if len(located.ranks) > 1 else f"rank {place.rank}"
+    first = f"{place.kind.value} of {place.name} at step {place.step}, {ranks}"
+    word = "The first divergence is" if outcome is Outcome.DIFFERENT else "Provisionally, the first divergence is"
+    return f"{reason} {word} {first} ({located.phase})."
+
+
+def _notes(
+    baselines: Sequence[CaptureLike],
+    candidates: Sequence[CaptureLike],
+    judgements: Sequence[Judgement],
+    measured: _Measured,
+    tolerances: Tolerances | None,
+    index: SeriesIndex,
+    flaky: BoolArray,
+) -> list[str]:
+    notes = []
+    if tolerances is None:
+        notes.append("Nothing was calibrated: all tolerances are assumed floors. Give tolerances with -t.")
+    else:
+        notes += tolerances.notes
+        changed = edited(tolerances, dict(zip(index.labels, index.keys, strict=True)))
+        if changed:
+            notes.append(f"Tolerances edited since calibration: {listed(changed)}.")
+        for name, result in tolerances.self_test.items():
+            if result == "not told apart":
+                notes.append(f"The self-test failed: a baseline scrambled by {name} is not told from the baseline.")
+    for scale, count in measured.scales.items():
+        notes.append(
+            f"The candidate's loss is scaled by {scale:.6g} in {count} microbatches; gradients before clipping are "
+            "compared after dividing by it."
+        )
+    names = [index.labels[int(series)] for series in np.flatnonzero(flaky)]
+    if names:
+        notes.append(f"Exact values that differ among the baselines are not judged: {listed(names)}.")
+    if any(judgement.after_data.any() for judgement in judgements):
+        notes.append("The data differ, so that everything from that step on is not comparable.")
+    unselected = check_rows.unselected(judgements[0])
+    if unselected:
+        notes.append(f"{unselected} quantities belong to no check and were not judged.")
+    code_differs = provenance_changes.code_hash(baselines[0]) != provenance_changes.code_hash(candidates[0])
+    everything = judgements[0].differences
+    if code_differs and everything.present.any() and bool(everything.identical[everything.present].all()):
+        notes.append("The code differs, and every recorded value is bit-identical. Did the changed code run?")
+    return notes

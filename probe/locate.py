@@ -1,0 +1,236 @@
+"""Find the first divergence: the earliest quantity, in execution order, that is above its tight tolerance.
+
+After one optimizer step nearly everything differs, so "what differs" is no answer. Inner modules fire before the module
+that contains them, so that of `blocks.3.attn` and `blocks.3` the inner one is found first. This module must not know
+how an outcome is reached.
+
+Shapes: S steps, R ranks, C cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from probe.check_rows import place_of, values_of
+from probe.comparison import FirstDivergence, Origin, Place
+from probe.differences import MISSING
+from probe.judge import Judgement
+from probe.point import Key, Kind
+from probe.series import CLIPPED, BoolArray, FloatArray
+
+LARGEST_MARGIN = 3.0
+"""Ratio to the tight tolerance that is asked of the first divergence when the rest of the evidence is overwhelming."""
+
+_PHASES = {
+    Kind.BATCH: "batch",
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.LOSS: "loss",
+    Kind.GRAD: "backward",
+    Kind.GRAD_NORM: "clipping",
+    Kind.LR: "schedule",
+    Kind.PARAM: "optimizer update",
+    Kind.CALL: "forward",
+    Kind.EXPLICIT: "forward",
+    Kind.STATE: "state",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    s: int
+    r: int
+    cell: int
+
+
+def locate(judgements: Sequence[Judgement]) -> FirstDivergence | None:
+    """Find the first divergence that all candidates share.
+
+    A cell must exceed its tight tolerance (3 x its own spread and the floor; no siblings, no horizon) by a margin that
+    grows with the evidence: the sixth root of the largest ratio, at most `LARGEST_MARGIN`. Among hundreds of cells
+    ahead of a fault one exceeds a tolerance from three runs by luck, but hardly by 3 x; and noise is amplified
+    downstream as the fault is, so that the first cell of a fault seen at 1,000 x is not at 1.5 x. Where the whole
+    evidence is weak (bf16), the margin is near 1, and the plain rule of the project's statistics study, section 0c,
+    holds.
+
+    Args:
+        judgements: One for each candidate, over the same cells.
+    """
+    ratio = np.fmin.reduce([_tight_ratio(judgement) for judgement in judgements])
+    first = judgements[0]
+    state = np.array([key.kind is Kind.STATE for key in first.differences.keys])
+    off = ratio > _margin(ratio)
+    spot = _earliest(first, off & ~state) or _earliest(first, off)
+    if spot is None:
+        return None
+    return _describe(first, ratio, off, spot, state)
+
+
+def _tight_ratio(judgement: Judgement) -> FloatArray:
+    """Return the difference over the tight tolerance, [S, R, C]; infinite for what is wrong in itself; 0 elsewhere."""
+    d = judgement.differences
+    usable = ~np.isnan(judgement.excess) | judgement.beyond
+    with np.errstate(all="ignore"):
+        declared = np.where(judgement.exact, judgement.excess, judgement.shown / judgement.tight)
+    ratio = np.where(usable, np.nan_to_num(declared, nan=0.0, posinf=np.inf), 0.0)
+    ratio[judgement.poisoned | judgement.lost] = np.inf
+    ratio[judgement.after_data & ~(d.absent == MISSING)] = 0.0
+    return np.asarray(ratio, dtype=np.float64)
+
+
+def _margin(ratio: FloatArray) -> float:
+    largest = float(np.where(np.isfinite(ratio), ratio, 0.0).max(initial=0.0))
+    return float(min(LARGEST_MARGIN, max(1.0, largest ** (1 / 6))))
+
+
+def _earliest(judgement: Judgement, off: BoolArray) -> _Spot | None:
+    """Return the first cell in execution order: by step, by order in its rank, by rank."""
+    if not off.any():
+        return None
+    s_all, r_all, c_all = np.nonzero(off)
+    order = judgement.differences.order[s_all, r_all, c_all]
+    # A cell without an order (only the candidate has it) comes last within its step.
+    order = np.where(order < 0, np.iinfo(np.int32).max, order)
+    first = int(np.lexsort((r_all, c_all, order, s_all))[0])
+    return _Spot(int(s_all[first]), int(r_all[first]), int(c_all[first]))
+
+
+def _describe(
+    judgement: Judgement, ratio: FloatArray, off: BoolArray, spot: _Spot, state: BoolArray
+) -> FirstDivergence:
+    d = judgement.differences
+    key = d.keys[spot.cell]
+    above = np.flatnonzero(off[spot.s, :, spot.cell])
+    r = int(above[0])
+    spot = _Spot(spot.s, r, spot.cell)
+    place = place_of(judgement, spot.s, r, spot.cell)
+    expected, actual = values_of(judgement, spot.s, r, spot.cell)
+    if d.absent[spot.s, r, spot.cell] == MISSING:
+        actual = "missing"
+    differing_state = np.flatnonzero((off & state)[spot.s].any(axis=0))
+    origin, because = _origin(judgement, ratio, spot)
+    phase = _phase(judgement, key, spot)
+    if differing_state.size and key.kind is not Kind.STATE:
+        phase = "state" if key.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.GRAD) else phase
+        because += f" State differs in the same step: {_state_text(judgement, spot, differing_state)}."
+    return FirstDivergence(
+        place=place,
+        ranks=tuple(d.ranks[int(one)] for one in above),
+        difference=float(judgement.shown[spot.s, r, spot.cell]),
+        tolerance=float(judgement.tight[spot.s, r, spot.cell]),
+        expected=expected,
+        actual=actual,
+        origin=origin,
+        phase=phase,
+        because=because,
+        after=_after(judgement, off, spot),
+        next=_next(place, key),
+    )
+
+
+def _phase(judgement: Judgement, key: Key, spot: _Spot) -> str:
+    d = judgement.differences
+    if key.kind is Kind.GRAD and key.item == CLIPPED:
+        return "clipping"
+    if key.kind is Kind.GRAD and len(d.ranks) > 1:
+        expected, actual = d.expected[spot.s, :, spot.cell], d.actual[spot.s, :, spot.cell]
+        if not np.isnan(actual).any() and np.ptp(expected) == 0 and np.ptp(actual) > 0:
+            return "gradient reduction"
+    if key.kind is Kind.PARAM and key.item:
+        return "state"
+    return _PHASES[key.kind]
+
+
+def _origin(judgement: Judgement, ratio: FloatArray, spot: _Spot) -> tuple[Origin, str]:
+    """Say whether what entered the place was within tolerance: everything recorded ahead of it, nearest first."""
+    d = judgement.differences
+    key = d.keys[spot.cell]
+    order = d.order[spot.s, spot.r]
+    here = order[spot.cell]
+    kinds = np.array([k.kind is not Kind.STATE for k in d.keys])
+    ahead = (order >= 0) & (order < here) & kinds
+    if key.microbatch >= 0:
+        ahead &= np.array([k.microbatch in (key.microbatch, -1) for k in d.keys])
+    nearest = [int(cell) for cell in np.flatnonzero(ahead)]
+    nearest.sort(key=lambda cell: -int(order[cell]))
+    unseen: list[str] = []
+    for cell in nearest:
+        present = bool(d.present[spot.s, spot.r, cell]) and not bool(d.reshaped[spot.s, spot.r, cell])
+        beyond = bool(judgement.beyond[spot.s, spot.r, cell])
+        judged = present and (beyond or not np.isnan(judgement.excess[spot.s, spot.r, cell]))
+        if not judged:
+            if not _recorded_only(judgement, cell, spot.s):
+                unseen.append(d.keys[cell].label)
+            continue
+        value = float(ratio[spot.s, spot.r, cell])
+        share = f"{value:.2g} x its tight tolerance"
+        if value > 1:
+            return Origin.BEFORE, f"{d.keys[cell].label}, recorded just before it, is slightly off already ({share})."
+        if unseen:
+            names = f"{unseen[-1]} and {len(unseen) - 1} more" if len(unseen) > 1 else unseen[-1]
+            return (
+                Origin.UNKNOWN,
+                f"{names} between {d.keys[cell].label} (within, {share}) and it could not be compared.",
+            )
+        return Origin.HERE, (
+            f"Everything recorded before it in the step is within tolerance, last {d.keys[cell].label} ({share})."
+        )
+    if key.kind is Kind.BATCH:
+        return Origin.HERE, "The data that enter the model differ."
+    if spot.s and not unseen:
+        return (
+            Origin.HERE,
+            f"It is the first recorded value of step {d.steps[spot.s]}; the steps before are within.",
+        )
+    return Origin.UNKNOWN, "Nothing that was recorded before it in the step could be compared."
+
+
+def _recorded_only(judgement: Judgement, cell: int, s: int) -> bool:
+    d = judgement.differences
+    known = d.present[s, :, cell].any() and not d.reshaped[s, :, cell].any()
+    return bool(known and not judgement.unknown[s, :, cell].any() and not judgement.after_data[s, :, cell].any())
+
+
+def _state_text(judgement: Judgement, spot: _Spot, cells: np.ndarray[tuple[int], np.dtype[np.intp]]) -> str:
+    parts = []
+    for cell in cells[:3]:
+        r = int(np.argmax(judgement.above[spot.s, :, cell] | judgement.lost[spot.s, :, cell]))
+        expected, actual = values_of(judgement, spot.s, r, int(cell))
+        parts.append(f"{judgement.differences.keys[cell].name} is {_text(actual)}, expected {_text(expected)}")
+    return "; ".join(parts) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
+
+
+def _text(value: float | str) -> str:
+    return repr(value) if isinstance(value, str) else f"{value:.6g}"
+
+
+def _after(judgement: Judgement, off: BoolArray, spot: _Spot) -> str:
+    d = judgement.differences
+    later = d.order[spot.s] > d.order[spot.s, spot.r, spot.cell]
+    judged = ~np.isnan(judgement.excess) | judgement.beyond
+    same_step = int((off[spot.s] & later).sum())
+    of = int((judged[spot.s] & later).sum())
+    text = f"After it, {same_step} of {of} values of step {d.steps[spot.s]} are off"
+    if spot.s + 1 < len(d.steps):
+        text += f", and {int(off[spot.s + 1 :].sum())} of {int(judged[spot.s + 1 :].sum())} in later steps"
+    return text + "."
+
+
+def _next(place: Place, key: Key) -> str:
+    step = place.step
+    if place.kind is Kind.BATCH:
+        return "Compare the data order, seeds and preprocessing of the two arms; the model has not run yet."
+    if place.kind in (Kind.LR, Kind.STATE):
+        return f"Compare how {place.name!r} is set in the two arms before step {step}."
+    scope = place.name if place.kind in (Kind.GRAD, Kind.PARAM) else place.name.rpartition(".")[0] or place.name
+    if place.kind in (Kind.LOSS, Kind.GRAD_NORM):
+        return (
+            f"Record the arguments of the function that computes it in both arms: probe record --steps {step} -- CMD."
+        )
+    return (
+        "Keep the tensors around it whole in both arms: "
+        f"probe record --steps {step} --full '{key.kind.value}/{scope}*' -- CMD."
+    )

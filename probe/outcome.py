@@ -1,0 +1,218 @@
+"""Decide: equivalent, different, inconclusive or not comparable, and which runs to add.
+
+A red result is provisional until it repeats, because three baselines promise no less than one false alarm in twenty
+comparisons: unless three quantities are ten times above tolerance, or something is wrong in itself (missing, not finite,
+other data, an exact value that is not equal), two more baselines and one more candidate are asked for, and only what is
+above again with them makes the candidate different.
+
+Source: the project's statistics study, sections 0b and 1.6. This module must not know how a difference is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from probe.comparison import CheckResult, Outcome, Verdict
+from probe.judge import Judgement
+from probe.point import Kind
+from probe.series import FloatArray
+from probe.tolerance import Tolerances
+
+FAR = 10.0
+"""Times the tolerance (30 x the spread) that identical code did not reach in three quantities at once in 880 runs."""
+FAR_QUANTITIES = 3
+ENOUGH_BASELINES, ENOUGH_CANDIDATES = 5, 2
+LEAST_MATCHED = 0.5
+"""A candidate that shares less than this part of the baseline's cells is no candidate for equivalence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The outcome and why."""
+
+    outcome: Outcome
+    reason: str
+    notes: tuple[str, ...] = ()
+    more_runs: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """What a candidate lacks as a whole."""
+
+    matched_share: float
+    """Part of the baseline's cells that every candidate has, in the same shape."""
+    stopped: str = ""
+    """The candidate was to record steps that it does not have: a sentence."""
+    other_steps: str = ""
+    """The candidate was told to record other steps: a sentence."""
+    ranks: str = ""
+    """The candidate lacks ranks: a sentence."""
+
+
+def decide(
+    judgements: Sequence[Judgement], checks: Sequence[CheckResult], tolerances: Tolerances | None, gaps: Gaps
+) -> Decision:
+    """Decide about all candidates together.
+
+    Args:
+        judgements: One for each candidate, against the first baseline.
+        checks: Rows of the table.
+        tolerances: None when nothing was calibrated.
+    """
+    wrong = _wrong_in_itself(judgements)
+    if wrong:
+        return Decision(outcome=Outcome.DIFFERENT, reason=wrong)
+    if gaps.stopped:
+        return Decision(outcome=Outcome.DIFFERENT, reason=gaps.stopped)
+    worst = np.array([judgement.worst_series() for judgement in judgements])
+    above = worst > 1
+    far = (worst > FAR).all(axis=0)
+    if tolerances is not None and int(far.sum()) >= FAR_QUANTITIES:
+        reason = f"{int(far.sum())} quantities are more than {FAR:.0f} times above tolerance."
+        return Decision(outcome=Outcome.DIFFERENT, reason=reason)
+    if above.any():
+        return _provisional(worst, judgements, tolerances)
+    return _calm(judgements, checks, tolerances, gaps, ())
+
+
+def _wrong_in_itself(judgements: Sequence[Judgement]) -> str:
+    """Return a sentence if something cannot be noise, in any candidate."""
+    for judgement in judgements:
+        d = judgement.differences
+        unequal = judgement.exact & (judgement.excess > 1)
+        batch = np.array([key.kind is Kind.BATCH for key in d.keys])
+        for cells, text in (
+            (unequal & batch, "The data differ: {label} at step {step}, so that what follows is not comparable."),
+            (
+                judgement.poisoned,
+                "A value is not finite in the candidate and finite in the baseline: {label} at step {step}.",
+            ),
+            (judgement.lost, "A required quantity is missing, reshaped or of another type: {label} at step {step}."),
+            (unequal, "A value that is judged exactly is not equal: {label} at step {step}."),
+        ):
+            if cells.any():
+                s, _, cell = (int(i) for i in np.argwhere(cells)[0])
+                return text.format(label=d.keys[cell].label, step=d.steps[s])
+    return ""
+
+
+def _provisional(worst: FloatArray, judgements: Sequence[Judgement], tolerances: Tolerances | None) -> Decision:
+    labels = judgements[0].differences.index.labels
+    leading = int(np.nanargmax(np.nan_to_num(worst, nan=-1.0).max(axis=0)))
+    count = int((worst > 1).any(axis=0).sum())
+    highest = float(np.nanmax(worst[:, leading]))
+    one = f"{labels[leading]} is {highest:.3g} times its tolerance"
+    if tolerances is None:
+        return Decision(
+            outcome=Outcome.INCONCLUSIVE,
+            reason=f"Nothing was calibrated, and under assumed tolerances {one}.",
+            more_runs="Record the unmodified code three times, calibrate, and compare with -t.",
+        )
+    repeated = (worst > 1).all(axis=0)
+    perturbed_only = tolerances.repeatable and not tolerances.assumed
+    enough = len(judgements) >= ENOUGH_CANDIDATES and tolerances.plain_runs >= ENOUGH_BASELINES
+    if perturbed_only:
+        # Repeats of a repeatable program say nothing new; what three perturbed runs left open, more of them settle.
+        enough = tolerances.perturbed_runs >= ENOUGH_BASELINES
+    if enough and repeated.any():
+        return Decision(
+            outcome=Outcome.DIFFERENT,
+            reason=f"{int(repeated.sum())} quantities are above tolerance in every candidate: {one}.",
+        )
+    if enough:
+        return Decision(
+            outcome=Outcome.EQUIVALENT,
+            reason=f"No quantity is above tolerance in every candidate; the closest is {one} in one of them.",
+            notes=(f"{count} quantities were above tolerance in one candidate and within in another (escalated).",),
+        )
+    return Decision(
+        outcome=Outcome.INCONCLUSIVE,
+        reason=f"{count} quantities are above tolerance, but not far enough to rule out chance: {one}.",
+        more_runs=_more_runs(tolerances, len(judgements)),
+    )
+
+
+def _more_runs(tolerances: Tolerances, candidates: int) -> str:
+    if tolerances.assumed:
+        return (
+            "Repeats are bit-identical: record three runs of the unmodified code with `probe record --perturb ulp:1`, "
+            "`ulp:2` and `ulp:3`, and calibrate with them."
+        )
+    if tolerances.repeatable:
+        count = max(ENOUGH_BASELINES - tolerances.perturbed_runs, 1)
+        first = tolerances.perturbed_runs + 1
+        return (
+            f"Repeats are bit-identical: record {_count(count, 'more perturbed run')} of the unmodified code "
+            f"(`probe record --perturb ulp:{first}` and so on), calibrate with all, and compare again."
+        )
+    parts = []
+    if tolerances.plain_runs < ENOUGH_BASELINES:
+        parts.append(_count(ENOUGH_BASELINES - tolerances.plain_runs, "more baseline"))
+    if candidates < ENOUGH_CANDIDATES:
+        parts.append(_count(ENOUGH_CANDIDATES - candidates, "more candidate"))
+    return f"Record {' and '.join(parts)}, calibrate with all baselines, and compare all candidates."
+
+
+def _count(count: int, what: str) -> str:
+    return f"one {what}" if count == 1 else f"{count} {what}s" if count > 2 else f"two {what}s"
+
+
+def _calm(
+    judgements: Sequence[Judgement],
+    checks: Sequence[CheckResult],
+    tolerances: Tolerances | None,
+    gaps: Gaps,
+    notes: tuple[str, ...],
+) -> Decision:
+    """Decide when nothing is above tolerance: was anything judged that could have been?"""
+    for judgement in judgements:
+        if judgement.blind.any():
+            s, _, cell = (int(i) for i in np.argwhere(judgement.blind)[0])
+            d = judgement.differences
+            return _cannot(
+                f"The baseline itself is not finite at {d.keys[cell].label}, step {d.steps[s]}: it cannot be compared."
+            )
+    if gaps.ranks:
+        return _cannot(gaps.ranks)
+    if gaps.other_steps:
+        return _cannot(gaps.other_steps)
+    if gaps.matched_share < LEAST_MATCHED:
+        return _cannot(
+            f"Only {gaps.matched_share:.0%} of the baseline's values are in the candidate in the same shape."
+        )
+    telling = [
+        check
+        for check in checks
+        if check.cells and not check.vacuous and check.what not in ("batch", "state") and check.form != "record only"
+    ]
+    if not telling:
+        return _cannot("No check could have told a scrambled run from a sound one.")
+    if tolerances is None:
+        identical = all(check.verdict in (Verdict.IDENTICAL, Verdict.RECORDED_ONLY) for check in checks if check.cells)
+        if identical:
+            return Decision(outcome=Outcome.EQUIVALENT, reason="All recorded values are bit-identical.")
+        return Decision(
+            outcome=Outcome.INCONCLUSIVE,
+            reason="Nothing was calibrated: the values differ by less than assumed tolerances.",
+            more_runs="Record the unmodified code three times, calibrate, and compare with -t.",
+        )
+    return Decision(outcome=Outcome.EQUIVALENT, reason=_closest(judgements), notes=notes)
+
+
+def _cannot(reason: str) -> Decision:
+    return Decision(outcome=Outcome.NOT_COMPARABLE, reason=reason)
+
+
+def _closest(judgements: Sequence[Judgement]) -> str:
+    worst = np.fmax.reduce([judgement.worst_series() for judgement in judgements])
+    if not np.nan_to_num(worst, nan=0.0).any():
+        return "All compared values are bit-identical or equal."
+    leading = int(np.nanargmax(worst))
+    label = judgements[0].differences.index.labels[leading]
+    return (
+        f"Everything is within tolerance; the closest call is {label} at {float(worst[leading]):.0%} of its tolerance."
+    )
