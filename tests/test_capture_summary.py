@@ -1,0 +1,127 @@
+"""A tensor's row: right numbers, the same on every path, and no trace left in the run."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from probe.capture import summary
+from probe.store.layout import SAMPLES, SKETCH_K
+
+
+def host(tensor: torch.Tensor, name: str = "x") -> tuple[tuple[float, ...], np.ndarray, np.ndarray]:
+    sketch, sample = np.full(SKETCH_K, np.nan, np.float32), np.full(SAMPLES, np.nan, np.float32)
+    return summary.host_row(tensor, name, summary.Scratch(), sketch, sample), sketch, sample
+
+
+def definition(tensor: torch.Tensor) -> np.ndarray:
+    """The sketch as its definition reads, element by element."""
+    flat = tensor.double().reshape(-1).numpy()
+    signs = summary.row_signs(0, -(-len(flat) // SKETCH_K)).astype(np.float64)
+    out = np.zeros(SKETCH_K)
+    for index, value in enumerate(flat):
+        out[index % SKETCH_K] += signs[index // SKETCH_K] * value
+    return out
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (251,), (252,), (3, 500), (40, 300)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
+def test_a_row_holds_the_sums_the_sketch_and_the_samples_of_its_definition(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    numbers, sketch, sample = host(tensor)
+    exact = tensor.double().reshape(-1)
+    wanted = (exact.sum(), exact.norm(), exact.abs().sum(), exact.abs().max(), 0, exact.numel())
+    assert numbers == pytest.approx([float(w) for w in wanted], rel=2e-6, abs=1e-5)
+    np.testing.assert_allclose(sketch, definition(tensor), rtol=1e-5, atol=1e-5 * max(1.0, float(exact.norm())))
+    index = summary.sample_index("x", exact.numel())
+    np.testing.assert_array_equal(sample[: len(index)], exact.numpy()[index].astype(np.float32))
+    assert np.isnan(sample[len(index) :]).all()
+
+
+def test_the_device_path_gives_the_numbers_of_the_host_path() -> None:
+    tensor = torch.randn(70, 300, generator=torch.Generator().manual_seed(2))
+    numbers, sketch, sample = host(tensor)
+    row = summary.device_row(tensor, "x", summary.Scratch()).numpy()
+    np.testing.assert_allclose(row[:6], numbers, rtol=2e-6, atol=1e-4)
+    np.testing.assert_allclose(row[6 : 6 + SKETCH_K], sketch, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(row[6 + SKETCH_K :].astype(np.float32), sample)
+
+
+def test_long_tensors_are_summed_in_blocks_to_the_same_sketch() -> None:
+    rows = summary.ROWS_PER_BLOCK + 5
+    tensor = torch.randn(rows * SKETCH_K + 3, generator=torch.Generator().manual_seed(3))
+    _, sketch, _ = host(tensor)
+    signs = torch.from_numpy(summary.row_signs(0, rows)).double()
+    wanted = signs @ tensor[: rows * SKETCH_K].double().view(rows, SKETCH_K)
+    wanted[:3] += float(summary.row_signs(rows, 1)[0]) * tensor[rows * SKETCH_K :].double()
+    np.testing.assert_allclose(sketch, wanted.numpy(), rtol=1e-5, atol=1e-4)
+
+
+def test_the_signs_and_the_sample_positions_never_change() -> None:
+    # Captures of different versions are compared with each other, so these are part of the format.
+    assert summary.row_signs(0, 12).astype(int).tolist() == [-1, 1, 1, -1, 1, 1, 1, -1, 1, -1, 1, -1]
+    assert summary.row_signs(100_000, 5).tolist() == summary.row_signs(0, 100_005)[100_000:].tolist()
+    assert summary.sample_index("blocks.0.attn", 1000)[:6].tolist() == [9, 9, 13, 45, 52, 53]
+
+
+def test_the_norm_of_a_sketched_difference_is_the_norm_of_the_difference_within_a_fifth() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(20):
+        a, b = torch.randn(64, 96, generator=generator), torch.randn(64, 96, generator=generator)
+        estimate = np.linalg.norm(host(a)[1] - host(b)[1])
+        assert estimate == pytest.approx(float((a - b).norm()), rel=0.2)
+
+
+def test_layout_does_not_matter_only_logical_order_does() -> None:
+    tensor = torch.randn(30, 40, generator=torch.Generator().manual_seed(5))
+    (numbers, sketch, sample), (n2, s2, p2) = host(tensor.t().contiguous().t()), host(tensor)
+    assert numbers == n2
+    np.testing.assert_array_equal(sketch, s2)
+    np.testing.assert_array_equal(sample, p2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_counted(bad: float) -> None:
+    tensor = torch.ones(3, 400)
+    tensor[1, 7], tensor[2, 9] = bad, bad
+    assert host(tensor)[0][4:] == (2, 1200)
+    assert summary.device_row(tensor, "x", summary.Scratch())[4:6].tolist() == [2, 1200]
+
+
+def test_an_empty_tensor_gives_zeros() -> None:
+    numbers, sketch, _ = host(torch.empty(0, 4))
+    assert numbers == (0.0, 0.0, 0.0, 0.0, 0, 0)
+    assert not sketch.any()
+
+
+def test_a_fingerprint_tells_one_flipped_bit_and_sees_bf16() -> None:
+    tensor = torch.randn(5, 5, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    other = tensor.clone()
+    other.view(torch.int16)[2, 2] ^= 1
+    assert summary.fingerprint(tensor) == summary.fingerprint(tensor.clone())
+    assert summary.fingerprint(tensor) != summary.fingerprint(other)
+    assert summary.fingerprint(torch.empty(0)) == summary.fingerprint(torch.empty(0))
+
+
+def test_quiet_leaves_autograd_autocast_and_the_generators_as_they_were() -> None:
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = torch.randn(40, 300, requires_grad=True)
+        state = torch.get_rng_state()
+        with summary.quiet():
+            assert not torch.is_grad_enabled()
+            assert not torch.is_autocast_enabled("cpu")
+            numbers, sketch, _ = host(x)
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(before, state)
+    np.testing.assert_allclose(sketch, definition(x.detach()), atol=1e-4)
+    assert numbers[1] == pytest.approx(float(x.detach().norm()))
