@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from probe.comparison import (
     CheckResult,
     Comparison,
@@ -18,6 +20,7 @@ from probe.comparison import (
     Worst,
 )
 from probe.point import Kind
+from probe.report.grid import CellGrid
 
 NAN = float("nan")
 METRIC = "l2 norm of the difference / l2 norm of the baseline"
@@ -220,4 +223,14 @@ NOT_COMPARABLE = replace(
     runs=(RUN, CANDIDATE),
     pairs=(),
     tolerances="",
+)
+
+GRID = CellGrid(
+    labels=("batch/input", "forward/blocks.1.attn", "forward/blocks.2.attn", "forward/<odd>&|`name`"),
+    steps=(1, 2, 5),
+    families=("batch", "attention outputs", "norm outputs"),
+    family=np.array([0, 1, 1, 2]),
+    ratio=np.array([[0.0, 0.0, 0.0], [0.2, 0.3, 0.4], [0.5, 40.0, 3.0], [0.01, np.inf, NAN]]),
+    spread_ratio=np.array([[NAN, NAN, NAN], [0.1, 0.2, NAN], [0.3, 0.3, NAN], [0.2, 0.2, 0.2]]),
+    rank=np.array([[0, 0, 0], [0, 1, 1], [0, 1, 1], [0, 1, -1]], dtype=np.int32),
 )

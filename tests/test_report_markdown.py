@@ -25,7 +25,8 @@ def test_bars_backticks_and_markup_in_names_do_not_break_the_table() -> None:
     )
     assert row == (
         r"| a\_b\|c (4 quantities, 1,240 values) | outputs of attention modules | 0.411 % | "
-        r"21.3 %, **above 31 of 1,240**; worst at step 1, rank 1, ``a\|b`c``: expected '\<x\>', actual '\*y\*' | 1.23 % (sees 0.61 %) |"
+        r"21.3 %, **above 31 of 1,240**; worst at step 1, rank 1, ``a\|b`c``: expected '\<x\>', actual '\*y\*' | "
+        "1.23 % (sees 0.61 %) |"
     )
 
 

@@ -164,7 +164,7 @@ def test_everything_details_each_row_and_names_all_that_is_unmatched() -> None:
     at = lines.index("batch                       identical       exact 0 (bit-identical)         -  identical")
     assert lines[at + 1 : at + 4] == [
         "  where: inputs of the root module",
-        "  judged: 30 values of 3 quantities, exact",
+        "  judged: 3 quantities, 30 values, exact",
         "  metric: equal or not",
     ]
     assert "forward/blocks.11.mlp" in to_text(FAILING, everything=True)

@@ -84,8 +84,7 @@ def _table(comparison: Comparison) -> Iterator[str]:
 def _what(check: CheckResult) -> str:
     if not check.cells:
         return _escaped(check.what)
-    one = "quantity" if check.quantities == 1 else "quantities"
-    return f"{_escaped(check.what)} ({check.quantities:,} {one}, {check.cells:,} values)"
+    return f"{_escaped(check.what)} ({words.counts(check)})"
 
 
 def _difference(check: CheckResult) -> str:
@@ -228,26 +227,32 @@ def record_command(run: RunSummary) -> str:
     return f"{shlex.join(options)} -- {run.command or '...'}"
 
 
-def _reproduce(comparison: Comparison) -> Iterator[str]:
+def reproduce(comparison: Comparison) -> list[str]:
+    """Return the command lines that repeat the comparison, with a comment before each arm."""
     baselines = [run.path for run in comparison.runs if run.arm == "baseline"]
     candidates = [run.path for run in comparison.runs if run.arm == "candidate"]
     if not baselines or not candidates:
-        return
-    yield "<details><summary>Reproduce</summary>"
-    yield ""
-    yield "```"
+        return []
+    lines = []
     for arm in ("baseline", "candidate"):
         runs = [run for run in comparison.runs if run.arm == arm]
-        commits = ", ".join(dict.fromkeys(words.commit(run) for run in runs))
-        yield f"# {arm}, commit {commits}"
-        yield from (record_command(run) for run in runs)
+        lines.append(f"# {arm}, commit {', '.join(dict.fromkeys(words.commit(run) for run in runs))}")
+        lines += [record_command(run) for run in runs]
         if arm == "baseline" and comparison.tolerances and len(baselines) > 1:
-            yield shlex.join(["probe", "calibrate", *baselines, "-o", comparison.tolerances])
-    captures = (
-        [*baselines, "--candidate", *candidates] if len(baselines) + len(candidates) > 2 else baselines + candidates
-    )
+            lines.append(shlex.join(["probe", "calibrate", *baselines, "-o", comparison.tolerances]))
+    two = len(baselines) + len(candidates) == 2
+    captures = baselines + candidates if two else [*baselines, "--candidate", *candidates]
     tolerances = ["-t", comparison.tolerances] if comparison.tolerances else []
-    yield shlex.join(["probe", "diff", *captures, *tolerances])
-    yield "```"
-    yield ""
-    yield "</details>"
+    return [*lines, shlex.join(["probe", "diff", *captures, *tolerances])]
+
+
+def _reproduce(comparison: Comparison) -> Iterator[str]:
+    lines = reproduce(comparison)
+    if lines:
+        yield "<details><summary>Reproduce</summary>"
+        yield ""
+        yield "```"
+        yield from lines
+        yield "```"
+        yield ""
+        yield "</details>"

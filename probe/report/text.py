@@ -130,7 +130,7 @@ def _details(check: CheckResult, everything: bool, width: int) -> Iterator[Line]
     if check.worst is not None and not quiet:
         yield from _wrapped(f"worst: {words.worst(check.worst)}", width)
     if everything:
-        yield from _wrapped(f"judged: {check.cells:,} values of {check.quantities:,} quantities, {check.form}", width)
+        yield from _wrapped(f"judged: {words.counts(check)}, {check.form}", width)
         yield from _wrapped(f"metric: {check.metric}", width)
     if check.horizon is not None:
         yield from _wrapped(f"horizon: judged up to step {check.horizon}", width)
@@ -147,8 +147,7 @@ def _divergence(comparison: Comparison, width: int) -> Iterator[Line]:
     place = words.divergence_place(found, words.world_size(comparison))
     yield from _wrapped(f"First divergence{provisional}: {place}", width, "")
     yield from _wrapped(f"{words.divergence_values(found)}", width)
-    origin = {"here": "wrong here", "before": "wrong before", "unknown": "origin unknown"}[found.origin.value]
-    yield from _wrapped(f"{origin} ({found.phase}): {found.because}", width)
+    yield from _wrapped(f"{words.ORIGINS[found.origin]} ({found.phase}): {found.because}", width)
     for label, text in (("after it", found.after), ("next", found.next)):
         if text:
             yield from _wrapped(f"{label}: {text}", width)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from probe.comparison import CheckResult, Comparison, FirstDivergence, Place, RunSummary, Verdict, Worst
+from probe.comparison import CheckResult, Comparison, FirstDivergence, Origin, Place, RunSummary, Verdict, Worst
 from probe.errors import listed
 from probe.point import STEP_CLOCK, Key
 
@@ -91,6 +91,12 @@ def verdict(check: CheckResult) -> str:
     return check.verdict.value
 
 
+def counts(check: CheckResult) -> str:
+    """Write how much a check judged, e.g. `4 quantities, 1,240 values`."""
+    quantities = "1 quantity" if check.quantities == 1 else f"{check.quantities:,} quantities"
+    return f"{quantities}, {check.cells:,} {'value' if check.cells == 1 else 'values'}"
+
+
 def by_severity(checks: Iterable[CheckResult]) -> list[CheckResult]:
     """Order checks so that what fails stands first; equals keep their order."""
     return sorted(checks, key=lambda check: SEVERITY.index(check.verdict))
@@ -102,6 +108,14 @@ def pair(expected: float | str, actual: float | str) -> tuple[str, str]:
         return tuple(repr(each) if isinstance(each, str) else number(each) for each in (expected, actual))  # type: ignore[return-value]
     digits = next((d for d in range(3, 17) if number(expected, digits=d) != number(actual, digits=d)), 3)
     return number(expected, digits=digits), number(actual, digits=digits)
+
+
+ORIGINS = {Origin.HERE: "wrong here", Origin.BEFORE: "wrong before", Origin.UNKNOWN: "origin unknown"}
+
+
+def series_label(place: Place) -> str:
+    """Return the label of the series that a place belongs to: its key without the microbatch."""
+    return Key(kind=place.kind, name=place.name, item=place.item, call=place.call).label
 
 
 def quantity(place: Place) -> str:
@@ -130,8 +144,7 @@ def ranks(found: FirstDivergence, all_ranks: int) -> str:
 def divergence_place(found: FirstDivergence, all_ranks: int) -> str:
     """Say where the first divergence is: step, microbatch, ranks, kind and name."""
     microbatch = "" if found.place.microbatch is None else f", microbatch {found.place.microbatch}"
-    name = Key(kind=found.place.kind, name=found.place.name, item=found.place.item, call=found.place.call).label
-    return f"step {found.place.step}{microbatch}, {ranks(found, all_ranks)}: {name}"
+    return f"step {found.place.step}{microbatch}, {ranks(found, all_ranks)}: {series_label(found.place)}"
 
 
 def divergence_values(found: FirstDivergence) -> str:

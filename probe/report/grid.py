@@ -1,0 +1,77 @@
+"""Every judged cell of a comparison, worst over ranks: what the plots of the HTML page are drawn from.
+
+`probe.comparison.Comparison` has one row per check; a heat map needs one number per series and step. It is kept apart
+so that reports which need no plots need no arrays. This module must not know how the numbers are drawn.
+
+Shapes: Q series in the baseline's execution order, S steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+NOT_JUDGED = 0
+ZERO = 1
+_FIRST = 2
+_LOG10_LEAST, _LOG10_MOST = -8.0, 8.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellGrid:
+    """Hold difference / tolerance of each series and step."""
+
+    labels: tuple[str, ...]
+    """[Q] labels of the series, as in `probe.point.Key.label`."""
+    steps: tuple[int, ...]
+    """[S] ascending."""
+    families: tuple[str, ...]
+    """Names of the checks, in the order of the table."""
+    family: npt.NDArray[np.intp]
+    """[Q] index of each series in `families`."""
+    ratio: npt.NDArray[np.float64]
+    """[Q, S] largest difference / tolerance over ranks and microbatches; infinite where an exact kind is not equal or
+    a value is not finite; NaN where nothing was judged."""
+    spread_ratio: npt.NDArray[np.float64]
+    """[Q, S] largest spread / tolerance: how near to its tolerance the unmodified code comes by itself; NaN where not
+    known."""
+    rank: npt.NDArray[np.int32]
+    """[Q, S] rank of `ratio`; -1 where nothing was judged."""
+
+    def __post_init__(self) -> None:
+        shape = (len(self.labels), len(self.steps))
+        for name in ("ratio", "spread_ratio", "rank"):
+            found = getattr(self, name).shape
+            if found != shape:
+                raise ValueError(f"CellGrid.{name} has shape {found}, and must have {shape} (series, steps).")
+        if self.family.shape != shape[:1]:
+            raise ValueError(f"CellGrid.family has shape {self.family.shape}, and must have {shape[:1]} (series).")
+
+    def of_family(self, number: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return a family's largest ratio and spread ratio at each step, [S] each; NaN where nothing was judged."""
+        rows = self.family == number
+        return largest(self.ratio[rows]), largest(self.spread_ratio[rows])
+
+
+def largest(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the largest number of each column, NaN where a column has none."""
+    if not len(values):
+        return np.full(values.shape[1:], np.nan)
+    return np.asarray(np.fmax.reduce(values, axis=0))
+
+
+def encoded(ratio: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
+    """Write ratios as 16-bit codes: 0 not judged, 1 zero, then 1e-8 to 1e8 in equal steps of the logarithm (0.06 %).
+
+    Larger and infinite ratios get the last code, smaller ones the first.
+    """
+    codes = np.full(ratio.shape, NOT_JUDGED, dtype=np.uint16)
+    codes[ratio == 0] = ZERO
+    positive = ratio > 0
+    with np.errstate(divide="ignore"):
+        logs = np.clip(np.log10(ratio[positive]), _LOG10_LEAST, _LOG10_MOST)
+    share = (logs - _LOG10_LEAST) / (_LOG10_MOST - _LOG10_LEAST)
+    codes[positive] = _FIRST + np.rint(share * (65535 - _FIRST)).astype(np.uint16)
+    return codes

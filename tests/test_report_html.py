@@ -1,0 +1,198 @@
+"""The HTML page: what is in it, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_cases import ABOVE, DIVERGENCE, FAILING, GRID, INCONCLUSIVE, NAN, NOT_COMPARABLE, PASSING
+
+from probe.comparison import Comparison
+from probe.report.grid import CellGrid
+from probe.report.html import to_html
+from probe.report.plots import distribution, ratio_over_steps
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DIFFERENT = replace(FAILING, first_divergence=replace(DIVERGENCE, place=replace(DIVERGENCE.place, step=2)))
+
+
+class Page(HTMLParser):
+    """Collects the texts of elements by id and by tag, and every address the page mentions."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.texts: dict[str, str] = {}
+        self.addresses: list[str] = []
+        self.stack: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in ("meta", "link", "br", "input", "line", "rect", "circle", "polyline", "polygon"):
+            self.stack.append((tag, found.get("id") or ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.stack and self.stack[-1][0] == tag:
+            self.stack.pop()
+
+    def handle_data(self, data: str) -> None:
+        for tag, name in self.stack:
+            for key in {tag, f"#{name}"}:
+                self.texts[key] = self.texts.get(key, "") + data
+
+
+@pytest.mark.parametrize("comparison", [PASSING, FAILING, INCONCLUSIVE, NOT_COMPARABLE])
+def test_every_element_is_closed_and_the_page_asks_for_nothing(comparison: Comparison) -> None:
+    text = to_html(comparison, GRID)
+    page = Page(text)
+    assert page.stack == []
+    assert page.addresses == ["data:,"]
+    assert re.findall(r"url\(|@import|https?://", text) == []
+    assert page.texts["h1"] == comparison.outcome.value.capitalize()
+
+
+def test_the_verdict_and_the_first_divergence_stand_first() -> None:
+    page = Page(to_html(FAILING, GRID))
+    assert page.texts["#verdict"] == "Different: first divergence at step 1, rank 1 only: forward/blocks.2.attn."
+    assert page.texts["#first"] == "step 1, microbatch 0, rank 1 only: forward/blocks.2.attn"
+
+
+def test_names_cannot_become_markup() -> None:
+    odd = "</script><img src=x onerror=alert(1)>"
+    worst = replace(ABOVE.worst, place=replace(ABOVE.worst.place, name=odd), expected=odd)
+    grid = replace(GRID, labels=("batch/input", "forward/blocks.1.attn", "forward/blocks.2.attn", f"forward/{odd}"))
+    comparison = replace(
+        FAILING,
+        reason=odd,
+        checks=(replace(ABOVE, what=odd, where=odd, worst=worst),),
+        notes=(odd,),
+        coverage=replace(FAILING.coverage, missing=(odd,)),
+        runs=(replace(FAILING.runs[0], command=odd, environment={odd: odd}),),
+        first_divergence=replace(DIVERGENCE, because=odd, place=replace(DIVERGENCE.place, name=odd)),
+    )
+    text = to_html(comparison, grid)
+    assert "<img" not in text
+    assert text.count("</script>") == 2
+    assert Page(text).stack == []
+
+
+def test_the_data_of_the_heat_map_are_those_of_the_grid() -> None:
+    data = json.loads(Page(to_html(DIFFERENT, GRID)).texts["#grid"])
+    assert {name: data[name] for name in ("labels", "steps", "families", "family", "ranks", "first")} == {
+        "labels": list(GRID.labels),
+        "steps": [1, 2, 5],
+        "families": list(GRID.families),
+        "family": [0, 1, 1, 2],
+        "ranks": [0, 0, 0, 0, 1, 1, 0, 1, 1, 0, 1, -1],
+        "first": [2, 1],
+    }
+
+
+def test_without_cells_the_plots_are_left_out() -> None:
+    text = to_html(FAILING)
+    assert ("<svg" in text, 'id="map"' in text, Page(text).stack) == (False, False, [])
+
+
+def test_a_plot_draws_line_band_and_tolerance() -> None:
+    drawing = ratio_over_steps("a<b", (1, 2, 5), np.array([0.5, 40.0, NAN]), np.array([0.1, 0.2, 0.2]))
+    assert Page(drawing).stack == []
+    assert 'aria-label="a&lt;b: largest difference / tolerance over steps, 40 at most"' in drawing
+    assert re.findall(r'class="(dot[^"]*)"', drawing) == ["dot", "dot above"]
+    heights = {
+        name: float(re.search(rf'class="{name}"[^>]*?(?:y1|cy)="([0-9.]+)"', drawing)[1])  # type: ignore[index]
+        for name in ("dot", "dot above", "limit")
+    }
+    assert heights["dot above"] < heights["limit"] < heights["dot"]
+    assert drawing.count('class="band"') == 1
+
+
+def test_a_plot_of_one_step_and_of_unknown_spread_is_drawn() -> None:
+    drawing = ratio_over_steps("x", (3,), np.array([0.0]), np.array([NAN]))
+    assert (drawing.count("<circle"), drawing.count('class="band"')) == (1, 0)
+
+
+def test_the_distribution_counts_shares_of_both() -> None:
+    drawing = distribution(np.array([0.1, 0.1, 20.0, NAN]), np.array([0.1]))
+    tips = re.findall(r"<title>([^<]*)</title>", drawing)
+    assert tips == ["66.7 % of the cells between 0.1 and 0.18", "33.3 % of the cells between 18 and 32"]
+
+
+def large(series: int = 2000, steps: int = 30) -> CellGrid:
+    random = np.random.default_rng(0)
+    return CellGrid(
+        labels=tuple(f"forward/blocks.{number}.attn.qkv_proj" for number in range(series)),
+        steps=tuple(range(1, steps + 1)),
+        families=("attention outputs",),
+        family=np.zeros(series, dtype=np.intp),
+        ratio=10.0 ** random.normal(-1, 1, (series, steps)),
+        spread_ratio=10.0 ** random.normal(-1, 1, (series, steps)),
+        rank=random.integers(0, 8, (series, steps)).astype(np.int32),
+    )
+
+
+def test_two_thousand_quantities_over_thirty_steps_stay_far_below_5_megabytes() -> None:
+    assert len(to_html(FAILING, large()).encode()) < 1_000_000
+
+
+def dom(tmp_path: Path, comparison: Comparison, grid: CellGrid, fragment: str = "") -> tuple[str, str]:
+    """Open the page in a browser and return the document it made, and what it wrote to the console."""
+    page = tmp_path / "page.html"
+    page.write_text(to_html(comparison, grid), encoding="utf-8")
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += ["--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}", f"{page.as_uri()}{fragment}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium")
+
+
+@needs_browser
+def test_a_browser_shows_the_cells_of_the_heat_map(tmp_path: Path) -> None:
+    document, console = dom(tmp_path, DIFFERENT, GRID)
+    assert console == ""
+    names = re.findall(r'role="rowheader"[^>]*>([^<]*)<|title="([^"]*)" role="rowheader"', document)
+    assert len(names) == 4
+    cells = re.findall(r'aria-label="(step \d+: [^"]*)"', document)
+    assert cells == [
+        "step 1: identical",
+        "step 2: identical",
+        "step 5: identical",
+        "step 1: difference / tolerance = 0.2",
+        "step 2: difference / tolerance = 0.3",
+        "step 5: difference / tolerance = 0.4",
+        "step 1: difference / tolerance = 0.5",
+        "step 2: difference / tolerance = 40",
+        "step 5: difference / tolerance = 3",
+        "step 1: difference / tolerance = 0.01",
+        "step 2: not equal, not finite, or 1e8 x the tolerance or more",
+        "step 5: not judged",
+    ]
+    assert re.findall(r'<span class="cell first"[^>]*data-at="([^"]*)"', document) == ["2 1"]
+
+
+@needs_browser
+def test_a_browser_filters_rows_cells_and_plots_by_name(tmp_path: Path) -> None:
+    document, console = dom(tmp_path, DIFFERENT, GRID, "#filter=attention")
+    assert console == ""
+    assert "2 of 4 quantities" in document
+    assert re.findall(r'data-at="([^"]*)"', document) == [f"{series} {step}" for series in (1, 2) for step in range(3)]
+    hidden = re.findall(r'<tr data-filter="([^"]*)"( hidden="")?', document)
+    assert [(name.split(" ")[0], bool(off)) for name, off in hidden] == [
+        ("loss", True),
+        ("attention", False),
+        ("LoRA", True),
+        ("norm", False),
+        ("batch", True),
+        ("state,", False),
+    ]
