@@ -123,7 +123,7 @@ def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None)
         metric=_metric(form, bool(d.number[judged].all()) if judged.any() else False),
         verdict=_verdict(judgement, mine, judged, check),
         difference=worst.difference if worst else float("nan"),
-        unit=_UNIT.get(form, "absolute"),
+        unit="" if worst and isinstance(worst.expected, str) else _UNIT.get(form, "absolute"),
         tolerance=worst.tolerance if worst else float("nan"),
         spread=float(np.nanmax(spread)) if spread.size and not np.isnan(spread).all() else float("nan"),
         worst=worst,

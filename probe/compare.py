@@ -74,7 +74,7 @@ def compare(
     measured = _measure(runs, len(baselines), axes, _loss_tolerances(tolerances, axes))
     index = measured.pairs[0, len(baselines)].index
     limits = None if tolerances is None else _limits(tolerances, index, axes, checks, baselines[0])
-    flaky = _flaky(measured, len(baselines), index)
+    flaky = _flaky(measured, len(baselines), index, checks)
     judged = {pair: judge(differences, limits, checks, flaky) for pair, differences in measured.pairs.items()}
     judgements = [judged[0, len(baselines) + c] for c in range(len(candidates))]
     rows = check_rows.rows(checks, judgements, limits)
@@ -182,15 +182,19 @@ def _limits(
     return limits
 
 
-def _flaky(measured: _Measured, baselines: int, index: SeriesIndex) -> BoolArray:
+def _form(key: Key, checks: Sequence[Check]) -> str:
+    return next((check.form for check in checks if check.selects(key)), "record only")
+
+
+def _flaky(measured: _Measured, baselines: int, index: SeriesIndex, checks: Sequence[Check]) -> BoolArray:
     """Find exact kinds that differ among the baselines themselves, [series]."""
     flaky = np.zeros(len(index), dtype=bool)
-    batch = np.array([key.kind is Kind.BATCH for key in index.keys])
+    unjudged = np.array([key.kind is Kind.BATCH or _form(key, checks) == "record only" for key in index.keys])
     for (_, two), d in measured.pairs.items():
         if two < baselines:
             unequal = (d.exact & d.present & ~d.identical).any(axis=(0, 1))
             np.logical_or.at(flaky, index.of_cell, unequal)
-    return np.asarray(flaky & ~batch, dtype=np.bool_)
+    return np.asarray(flaky & ~unjudged, dtype=np.bool_)
 
 
 def _coverage(of_candidates: Sequence[Differences]) -> Coverage:
@@ -292,7 +296,10 @@ def _notes(
     if tolerances is None:
         notes.append("Nothing was calibrated: all tolerances are assumed floors. Give tolerances with -t.")
     else:
-        notes += tolerances.notes
+        if tolerances.assumed:
+            notes.append("The baselines are bit-identical and none was perturbed: tolerances are assumed floors.")
+        if len(tolerances.runs) == 2:
+            notes.append("Two runs were calibrated from. Three are recommended: a spread of two can be small by luck.")
         changed = edited(tolerances, dict(zip(index.labels, index.keys, strict=True)))
         if changed:
             notes.append(f"Tolerances edited since calibration: {listed(changed)}.")

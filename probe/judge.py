@@ -21,6 +21,11 @@ from probe.series import BEFORE, BoolArray, FloatArray, IntArray
 
 NO_CHECK = -1
 
+CLEARLY = 3.0
+"""Times the tight tolerance at which a parameter has moved by more than luck with three runs explains."""
+FEW_PARAMETERS = 0.1
+"""Part of the parameters in which signs flip by chance at once; a wrong optimizer moves nearly all of them."""
+
 REQUIRED_KINDS = (Kind.LOSS, Kind.GRAD, Kind.GRAD_NORM, Kind.LR, Kind.PARAM, Kind.EXPLICIT)
 """Kinds that a sound branch cannot stop having; an intermediate it may legally no longer compute."""
 
@@ -40,6 +45,8 @@ class Judgement:
     """Difference / tolerance; infinite where an exact kind is not equal; NaN where the cell is not judged."""
     tight: FloatArray
     """The tolerance by which the first divergence is found."""
+    flip: FloatArray
+    """What one flipped sign of an optimizer update moves a parameter by; 0 for what is none."""
     spread: FloatArray
     """Difference of the unmodified code with itself, NaN where not known."""
     exact: BoolArray
@@ -64,9 +71,27 @@ class Judgement:
         """Cells above tolerance."""
         return np.asarray(self.excess > 1)
 
-    def worst_series(self) -> FloatArray:
-        """Return the largest excess of each series, [series]; NaN where none of it is judged."""
-        return np.asarray(np.fmax.reduce(self.differences.index.largest(self.excess), axis=0))
+    def worst_series(self, steps: int | None = None) -> FloatArray:
+        """Return the largest excess of each series, [series], over the first steps; NaN where none of it is judged."""
+        return np.asarray(np.fmax.reduce(self.differences.index.largest(self.excess[:steps]), axis=0))
+
+    def flipped_step(self) -> int | None:
+        """Return the index of the step at which chance alone may have flipped signs of an optimizer's update.
+
+        That is the first step at which a few parameters are clearly above their tight tolerance and within what a
+        flipped sign moves, while nothing ahead of the update is above. What follows may come of one element.
+        """
+        d = self.differences
+        param = np.array([key.kind is Kind.PARAM for key in d.keys])
+        with np.errstate(invalid="ignore"):
+            moved = param & (self.shown > CLEARLY * self.tight) & (self.shown <= self.flip) & (self.excess <= 1)
+            others = (self.excess > 1) & ~param
+        steps = np.flatnonzero(moved.any(axis=(1, 2)))
+        if not steps.size or others[: steps[0] + 1].any():
+            return None
+        s = int(steps[0])
+        few = max(1.0, FEW_PARAMETERS * float((param & ~np.isnan(self.excess[s])).any(axis=0).sum()))
+        return s if float(moved[s].any(axis=0).sum()) <= few else None
 
 
 def assign(differences: Differences, checks: Sequence[Check]) -> IntArray:
@@ -105,12 +130,12 @@ def judge(
     shape = d.difference.shape
     if limits is None:
         tolerance, tight = d.assumed.copy(), d.assumed.copy()
-        spread, within_horizon = np.full(shape, np.nan), np.ones(shape, dtype=bool)
+        spread, flip, within_horizon = np.full(shape, np.nan), np.zeros(shape), np.ones(shape, dtype=bool)
         assumed = d.present & ~d.exact
     else:
-        tolerance, tight, spread = (
+        tolerance, tight, spread, flip = (
             np.broadcast_to(values[:, None, cell_of], shape).copy()
-            for values in (limits.tolerance, limits.tight, limits.spread)
+            for values in (limits.tolerance, limits.tight, limits.spread, limits.flip)
         )
         within_horizon = np.broadcast_to(limits.judged[:, None, cell_of] > 0, shape)
         assumed = np.zeros(shape, dtype=bool)
@@ -147,6 +172,7 @@ def judge(
         tolerance=tolerance,
         excess=np.where(judged, excess, np.nan),
         tight=tight,
+        flip=flip,
         spread=spread,
         exact=exact,
         assumed=assumed & judged,

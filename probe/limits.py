@@ -28,8 +28,10 @@ class Limits:
     tolerance: FloatArray
     """What the verdict allows; NaN where nothing is known."""
     tight: FloatArray
-    """By which the first divergence is found: max(k * own spread, floor), no siblings."""
+    """By which the first divergence is found: max(k * own spread, floor); no siblings, no flipped signs."""
     spread: FloatArray
+    flip: FloatArray
+    """What one flipped sign of an optimizer update moves a parameter by; 0 for what is none."""
     judged: FloatArray
     """1 where the step is within the horizon, else 0."""
     control: FloatArray
@@ -66,6 +68,7 @@ def lay_out(
     at = np.minimum(at, len(calibrated) - 1)
     shape = (len(steps), len(keys))
     spread, tolerance, tight = (np.full(shape, np.nan) for _ in range(3))
+    flip = np.zeros(shape)
     judged, known, control = np.zeros(shape), np.zeros(len(keys)), np.full(len(keys), np.nan)
     marks = []
     for column, key in enumerate(keys):
@@ -79,11 +82,20 @@ def lay_out(
         floor = np.array(member.floor)[at]
         spread[:, column] = own
         tight[:, column] = np.maximum(tolerances.k * factor * own, floor)
+        if member.flip:
+            flip[:, column] = np.array(member.flip)[at]
         tolerance[:, column] = np.maximum(np.array(member.tolerance)[at] * factor, floor)
         judged[:, column] = inside & (np.array(steps) <= member.horizon)
         control[column], known[column] = member.control, 1.0
     return Limits(
-        tolerance=tolerance, tight=tight, spread=spread, judged=judged, control=control, mark=tuple(marks), known=known
+        tolerance=tolerance,
+        tight=tight,
+        spread=spread,
+        flip=flip,
+        judged=judged,
+        control=control,
+        mark=tuple(marks),
+        known=known,
     )
 
 
@@ -98,6 +110,8 @@ def edited(tolerances: Tolerances, keys: Mapping[str, Key]) -> tuple[str, ...]:
     own = {}
     for label, member in members.items():
         own[label] = np.maximum(tolerances.k * np.array(member.spread), np.array(member.floor))
+        if member.flip:
+            own[label] = np.maximum(own[label], np.array(member.flip))
         group = _group(label, keys)
         groups[group] = np.maximum(groups[group], own[label]) if group in groups else own[label]
     changed = []

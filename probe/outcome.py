@@ -1,7 +1,7 @@
 """Decide: equivalent, different, inconclusive or not comparable, and which runs to add.
 
-A red result is provisional until it repeats, because three baselines promise no less than one false alarm in twenty
-comparisons: unless three quantities are ten times above tolerance, or something is wrong in itself (missing, not finite,
+A red result is provisional until it repeats, because three baselines promise one false alarm in twenty at best: unless
+three quantities are ten times above tolerance, or something is wrong in itself (missing, not finite,
 other data, an exact value that is not equal), two more baselines and one more candidate are asked for, and only what is
 above again with them makes the candidate different.
 
@@ -18,7 +18,7 @@ import numpy as np
 from probe.comparison import CheckResult, Outcome, Verdict
 from probe.judge import Judgement
 from probe.point import Kind
-from probe.series import FloatArray
+from probe.series import BEFORE, FloatArray
 from probe.tolerance import Tolerances
 
 FAR = 10.0
@@ -70,7 +70,10 @@ def decide(
         return Decision(outcome=Outcome.DIFFERENT, reason=gaps.stopped)
     worst = np.array([judgement.worst_series() for judgement in judgements])
     above = worst > 1
-    far = (worst > FAR).all(axis=0)
+    # A flipped sign of one element's update (AdamW: +-lr whatever the gradient) is seen downstream in everything.
+    flipped = [judgement.flipped_step() for judgement in judgements]
+    until = [None if s is None else s + 1 for s in flipped]
+    far = (np.array([j.worst_series(n) for j, n in zip(judgements, until, strict=True)]) > FAR).all(axis=0)
     if tolerances is not None and int(far.sum()) >= FAR_QUANTITIES:
         reason = f"{int(far.sum())} quantities are more than {FAR:.0f} times above tolerance."
         return Decision(outcome=Outcome.DIFFERENT, reason=reason)
@@ -184,12 +187,7 @@ def _calm(
         return _cannot(
             f"Only {gaps.matched_share:.0%} of the baseline's values are in the candidate in the same shape."
         )
-    telling = [
-        check
-        for check in checks
-        if check.cells and not check.vacuous and check.what not in ("batch", "state") and check.form != "record only"
-    ]
-    if not telling:
+    if not any(_telling(check) for check in checks):
         return _cannot("No check could have told a scrambled run from a sound one.")
     if tolerances is None:
         identical = all(check.verdict in (Verdict.IDENTICAL, Verdict.RECORDED_ONLY) for check in checks if check.cells)
@@ -201,6 +199,14 @@ def _calm(
             more_runs="Record the unmodified code three times, calibrate, and compare with -t.",
         )
     return Decision(outcome=Outcome.EQUIVALENT, reason=_closest(judgements), notes=notes)
+
+
+def _telling(check: CheckResult) -> bool:
+    """Tell whether a check judged something that training computes: not its inputs, settings or schedule."""
+    if check.worst is None or not check.cells or check.vacuous or check.form == "record only":
+        return False
+    place = check.worst.place
+    return place.kind not in (Kind.BATCH, Kind.STATE, Kind.LR) and place.item != BEFORE
 
 
 def _cannot(reason: str) -> Decision:

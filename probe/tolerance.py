@@ -43,6 +43,8 @@ class Tolerance:
     """Least tolerance that the precision of the numbers allows."""
     tolerance: tuple[float, ...]
     """What the verdict allows."""
+    flip: tuple[float, ...] = ()
+    """How far one flipped sign of an update moves a parameter; empty for what is none."""
     control: float = float("nan")
     """How far a scrambled run (shifted by a step, ranks rotated) is off; NaN when it cannot be told."""
     horizon: int = ALL_JUDGED
@@ -52,12 +54,14 @@ class Tolerance:
     insensitive (an assumed floor that nothing was measured for)."""
 
     def __post_init__(self) -> None:
-        for name in ("spread", "floor", "tolerance"):
+        for name in ("spread", "floor", "tolerance", "flip"):
             for value in getattr(self, name):
                 if not value >= 0 or value == float("inf"):
                     raise ToleranceError(
                         f"The {name} is {value!r}. It must be a finite number, not negative. Calibrate again."
                     )
+        if self.flip and len(self.flip) != len(self.spread):
+            raise ToleranceError(f"The flip has {len(self.flip)} steps and the spread {len(self.spread)}.")
         if not len(self.spread) == len(self.floor) == len(self.tolerance):
             raise ToleranceError(
                 f"The spread, floor and tolerance have {len(self.spread)}, {len(self.floor)} and {len(self.tolerance)} "
@@ -137,11 +141,12 @@ _TOP = (
 )
 _RUN = ("run_id", "path", "created", "command", "commit", "code", "perturb")
 _FAMILY = ("series", "zero_spread", "largest_spread", "smallest_tolerance", "largest_tolerance", "members")
-_MEMBER = ("spread", "floor", "tolerance", "control", "horizon", "mark")
+_MEMBER = ("spread", "floor", "flip", "tolerance", "control", "horizon", "mark")
 
 _HEADER = """\
 # Tolerances of one job, measured by `probe calibrate` from the runs listed below.
-# tolerance = max(k * spread, floor), and at least a third of the largest sibling's (same path, another layer).
+# tolerance = max(k * spread, floor, flip), and at least a third of the largest sibling's (same path, another layer);
+# flip: what one flipped sign of an optimizer update moves a parameter by.
 # Arrays have one number for each of `steps`; the last number holds for all later steps.
 # An edited tolerance is used, and every report says that it was edited.
 """
@@ -209,7 +214,8 @@ def _summary(members: Mapping[str, Tolerance]) -> list[str]:
 
 
 def _member(member: Tolerance) -> str:
-    parts = [f"{name} = {_array(getattr(member, name))}" for name in ("spread", "floor", "tolerance")]
+    names = ("spread", "floor", "flip", "tolerance") if member.flip else ("spread", "floor", "tolerance")
+    parts = [f"{name} = {_array(getattr(member, name))}" for name in names]
     if not math.isnan(member.control):
         parts.append(f"control = {_number(member.control)}")
     if member.horizon != ALL_JUDGED:
@@ -320,7 +326,7 @@ def _parse_member(table: object, label: str, steps: int) -> Tolerance:
         raise ToleranceError(f"Key {label!r} is {table!r}, and must be a table with spread, floor and tolerance.")
     _only(table, _MEMBER, where)
     arrays = {}
-    for name in ("spread", "floor", "tolerance"):
+    for name in ("spread", "floor", "tolerance", *(["flip"] if "flip" in table else [])):
         values = table.get(name)
         values = values if isinstance(values, list) else [values]
         if not 0 < len(values) <= steps:

@@ -1,0 +1,156 @@
+"""Whose code, data and settings the captures are of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from synthetic import SyntheticCapture, run
+
+from probe.comparison import RunSummary
+from probe.errors import IncomparableError, ToleranceError
+from probe.provenance_changes import calibrated_run, changes, check_comparable, check_same_job, run_summary
+from probe.tolerance import CalibratedRun
+
+
+def with_provenance(capture: SyntheticCapture, **parts: object) -> SyntheticCapture:
+    return replace(capture, manifest={**capture.manifest, "provenance": {**capture.manifest["provenance"], **parts}})
+
+
+def tree(commit: str, *, dirty: bool = False, root: str = "/src") -> dict[str, object]:
+    return {"root": root, "commit": commit, "dirty": dirty, "diff_hash": ""}
+
+
+def test_a_run_is_summarised_for_the_report() -> None:
+    capture = with_provenance(run("c", steps=(1, 2)), trees=[tree("0123456789abcdef", dirty=True)])
+    assert run_summary(capture, "candidate") == RunSummary(
+        arm="candidate",
+        path="c",
+        run_id="run-c",
+        ranks=1,
+        world_size=1,
+        steps=(1, 2),
+        command="python train.py",
+        seed="42",
+        commit="0123456789ab",
+        dirty=True,
+        created_utc="2026-01-01T00:00:00Z",
+        environment={"versions.torch": "2.14.1", "device": "cpu"},
+    )
+
+
+def test_a_run_is_summarised_for_the_tolerance_file() -> None:
+    assert calibrated_run(run("folder/c", perturb="ulp:1")) == CalibratedRun(
+        run_id="run-folder/c",
+        path="c",
+        created_utc="2026-01-01T00:00:00Z",
+        command="python train.py",
+        code="aaaa",
+        perturb="ulp:1",
+    )
+
+
+def test_a_capture_with_an_empty_manifest_is_summarised_too() -> None:
+    bare = replace(run("c", steps=(1,)), manifest={})
+    assert run_summary(bare, "baseline").command == ""
+    assert changes(bare, bare) == ()
+
+
+def test_all_that_differs_between_the_arms_is_listed() -> None:
+    one = with_provenance(run("a"), trees=[tree("a" * 40)], versions={"torch": "2.14.1", "numpy": "2"})
+    two = with_provenance(
+        run("b", code="bbbb", command=("python", "train.py", "--fused attention"), perturb="ulp:1"),
+        trees=[tree("b" * 40)],
+        versions={"torch": "2.15.0"},
+    )
+    assert changes(one, two) == (
+        "command: 'python train.py' -> \"python train.py '--fused attention'\"",
+        "perturb: '' -> 'ulp:1'",
+        "code: 1 files differ: train.py",
+        "commit: aaaaaaaaaaaa -> bbbbbbbbbbbb",
+        "versions.numpy: 2 -> absent",
+        "versions.torch: 2.14.1 -> 2.15.0",
+    )
+
+
+def test_files_are_compared_by_their_path_inside_the_tree() -> None:
+    one = with_provenance(
+        run("a"), trees=[tree("a", root="/one")], code={"hash": "1", "files": {"/one/m.py": "x", "/one/n.py": "y"}}
+    )
+    two = with_provenance(
+        run("b"), trees=[tree("a", root="/two")], code={"hash": "2", "files": {"/two/m.py": "x", "/two/n.py": "z"}}
+    )
+    assert changes(one, two) == ("code: 1 files differ: n.py",)
+
+
+def test_repeats_of_one_job_need_no_warning() -> None:
+    assert check_same_job([run(name) for name in "abc"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("captures", "message"),
+    [
+        (
+            [run("a")],
+            "A calibration needs repeated runs and got 1. Record the unmodified code three times (two at the least) as "
+            "separate launches.",
+        ),
+        (
+            [run("a"), replace(run("b"), run_id="run-a")],
+            "The captures 'a' and 'b' are the same run 'run-a'. Record each baseline as a launch of its own.",
+        ),
+        (
+            [run("a"), run("b", ranks=2)],
+            "The runs have different world sizes: 1 in 'a' and 2 in 'b'. Calibrate runs of one job.",
+        ),
+        (
+            [run("a"), run("b", code="bbbb")],
+            "The runs are of different code: 'a' and 'b' differ in train.py. Calibrate runs of one unmodified code.",
+        ),
+    ],
+)
+def test_runs_that_are_no_repeats_of_one_job_are_refused(captures: list[SyntheticCapture], message: str) -> None:
+    with pytest.raises(ToleranceError) as raised:
+        check_same_job(captures)
+    assert str(raised.value) == message
+
+
+def test_doubts_about_repeats_are_warnings() -> None:
+    runs = [
+        run("a"),
+        replace(run("b", command=("python", "train.py", "--run-id", "1")), problems=("rank 3 is missing",)),
+    ]
+    assert check_same_job(runs) == (
+        "Two runs were given. Three are recommended: a spread of two can be small by luck.",
+        "The command of b differs from that of a: 'python train.py --run-id 1', not 'python train.py'.",
+        "b: rank 3 is missing",
+    )
+
+
+@pytest.mark.parametrize(
+    ("candidate", "message"),
+    [
+        (
+            run("c"),
+            "The captures 'a' and 'c' ran the same code (hash 'aaaa') with the same command, so the branch never ran. "
+            "Check which tree the candidate imported; give --same-code if this is meant.",
+        ),
+        (
+            run("c", code="bbbb", ranks=2),
+            "The world sizes differ: 1 in 'a' and 2 in 'c'. Record both with the same number of ranks.",
+        ),
+        (
+            replace(run("c", code="bbbb"), run_id="run-a"),
+            "The captures 'a' and 'c' are the same run 'run-a'. Give the capture of another launch.",
+        ),
+    ],
+)
+def test_arms_that_cannot_be_compared_are_refused(candidate: SyntheticCapture, message: str) -> None:
+    with pytest.raises(IncomparableError) as raised:
+        check_comparable([run("a")], [candidate], same_code=False)
+    assert str(raised.value) == message
+
+
+def test_the_same_code_may_be_compared_when_asked_for_or_when_its_arguments_differ() -> None:
+    check_comparable([run("a")], [run("c")], same_code=True)
+    check_comparable([run("a")], [run("c", command=("python", "train.py", "--fused"))], same_code=False)
