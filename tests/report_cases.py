@@ -140,7 +140,7 @@ COVERAGE = Coverage(matched=5040)
 
 PASSING = Comparison(
     outcome=Outcome.EQUIVALENT,
-    reason="the closest call is attention outputs, at 33 % of its tolerance (step 4, rank 1, blocks.3.attn)",
+    reason="The closest call is attention outputs, at 33 % of its tolerance (step 4, rank 1, blocks.3.attn).",
     checks=(BATCH, ATTENTION, LOSS, STATE),
     first_divergence=None,
     coverage=COVERAGE,
@@ -182,13 +182,13 @@ DIVERGENCE = FirstDivergence(
     actual=12.6012,
     origin=Origin.HERE,
     phase="forward",
-    because="what entered it, blocks.2.norm1, is within tolerance (0.0001 of 0.004).",
-    after="31 of 1,240 attention outputs follow.",
-    next="probe record --plan narrow.toml",
+    because="What entered it, blocks.2.norm1, is within tolerance.",
+    after="After it, 30 of 100 values of step 1 are off.",
+    next="Keep the tensors around it: probe record --steps 1 --full blocks.2.attn -- CMD.",
 )
 FAILING = Comparison(
     outcome=Outcome.DIFFERENT,
-    reason="first divergence at step 1, rank 1 only: forward/blocks.2.attn",
+    reason="3 quantities are more than 10 times above tolerance. The first divergence is blocks.2.attn.",
     checks=(BATCH, ABOVE, NOT_FINITE, replace(ATTENTION, what="norm outputs", vacuous=True, horizon=3), STATE, LONG),
     first_divergence=DIVERGENCE,
     coverage=Coverage(
@@ -206,7 +206,7 @@ FAILING = Comparison(
 INCONCLUSIVE = replace(
     FAILING,
     outcome=Outcome.INCONCLUSIVE,
-    reason="1 of 5 checks is above its tolerance, by less than 10 x",
+    reason="1 quantity is above its tolerance, by less than 10 x.",
     checks=(replace(ABOVE, difference=0.02, assumed=True), BATCH),
     coverage=COVERAGE,
     provenance_changes=(),
@@ -217,7 +217,7 @@ INCONCLUSIVE = replace(
 NOT_COMPARABLE = replace(
     PASSING,
     outcome=Outcome.NOT_COMPARABLE,
-    reason="no check compared anything",
+    reason="No check compared anything.",
     checks=(LONG,),
     coverage=Coverage(matched=0),
     runs=(RUN, CANDIDATE),

@@ -62,7 +62,9 @@ def test_every_element_is_closed_and_the_page_asks_for_nothing(comparison: Compa
 
 def test_the_verdict_and_the_first_divergence_stand_first() -> None:
     page = Page(to_html(FAILING, GRID))
-    assert page.texts["#verdict"] == "Different: first divergence at step 1, rank 1 only: forward/blocks.2.attn."
+    assert page.texts["#verdict"] == (
+        "Different: 3 quantities are more than 10 times above tolerance. The first divergence is blocks.2.attn."
+    )
     assert page.texts["#first"] == "step 1, microbatch 0, rank 1 only: forward/blocks.2.attn"
 
 

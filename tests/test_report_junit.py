@@ -28,7 +28,8 @@ expected 12.3, actual 12.6</failure>
     <error message="not comparable">no quantity of this check is in both arms</error>
   </testcase>
   <testcase classname="probe" name="verdict">
-    <failure message="different">Different: first divergence at step 1, rank 1 only: forward/blocks.2.attn.</failure>
+    <failure message="different">Different: 3 quantities are more than 10 times above tolerance. \
+The first divergence is blocks.2.attn.</failure>
   </testcase>
 </testsuite>
 """

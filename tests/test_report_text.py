@@ -39,7 +39,7 @@ candidate  opt-0   2 of 2  1-5    ce9f454b00 + changes  42
 Command (baseline and candidate): accelerate launch --num_processes 2 train.py --lr 1e-4
 Tolerances: tolerances/job.toml
 
-Equivalent: the closest call is attention outputs, at 33 % of its tolerance (step 4, rank 1, blocks.3.attn)."""
+Equivalent: The closest call is attention outputs, at 33 % of its tolerance (step 4, rank 1, blocks.3.attn)."""
 
 FAILING_TEXT = """\
 What is recorded           Difference   Tolerance        Unmodified      Sees  Verdict
@@ -51,7 +51,7 @@ attention outputs              21.3 %      1.23 %           0.411 %    0.61 %  a
   worst: step 1, rank 1, blocks.2.attn: expected 12.3, actual 12.6
 LoRA parameters of every block after step
                                     -       exact                 -         -  not comparable
-  not compared: 8 values (no quantity of this check is in both arms)
+  8 values not compared (no quantity of this check is in both arms)
 norm outputs                   0.41 %     1.23 %~           0.411 %    0.61 %  within
   worst: step 4, rank 1, blocks.3.attn[0]: expected 12.35, actual 12.34
   horizon: judged up to step 3
@@ -66,9 +66,9 @@ expected, actual: the values themselves; for tensors, their l2 norms.
 
 First divergence: step 1, microbatch 0, rank 1 only: forward/blocks.2.attn
   difference 21.3 %, tolerance 0.411 %, expected 12.3, actual 12.6
-  wrong here (forward): what entered it, blocks.2.norm1, is within tolerance (0.0001 of 0.004).
-  after it: 31 of 1,240 attention outputs follow.
-  next: probe record --plan narrow.toml
+  wrong here (forward): What entered it, blocks.2.norm1, is within tolerance.
+  After it, 30 of 100 values of step 1 are off.
+  Next: Keep the tensors around it: probe record --steps 1 --full blocks.2.attn -- CMD.
 
 Coverage: 4,000 values matched; 12 missing, 1 unexpected, 1 reshaped, 1 retyped.
   missing (only in the baseline): forward/blocks.0.mlp, forward/blocks.1.mlp, forward/blocks.2.mlp,
@@ -92,7 +92,7 @@ candidate  opt-0   2 of 2  1-5    ce9f454b00 + changes  42
 Command (baseline and candidate): accelerate launch --num_processes 2 train.py --lr 1e-4
 Tolerances: tolerances/job.toml
 
-Different: first divergence at step 1, rank 1 only: forward/blocks.2.attn."""
+Different: 3 quantities are more than 10 times above tolerance. The first divergence is blocks.2.attn."""
 
 INCONCLUSIVE_TEXT = """\
 What is recorded           Difference   Tolerance        Unmodified      Sees  Verdict
@@ -108,9 +108,9 @@ expected, actual: the values themselves; for tensors, their l2 norms.
 
 First divergence (provisional): step 1, microbatch 0, rank 1 only: forward/blocks.2.attn
   difference 21.3 %, tolerance 0.411 %, expected 12.3, actual 12.6
-  wrong here (forward): what entered it, blocks.2.norm1, is within tolerance (0.0001 of 0.004).
-  after it: 31 of 1,240 attention outputs follow.
-  next: probe record --plan narrow.toml
+  wrong here (forward): What entered it, blocks.2.norm1, is within tolerance.
+  After it, 30 of 100 values of step 1 are off.
+  Next: Keep the tensors around it: probe record --steps 1 --full blocks.2.attn -- CMD.
 
 Coverage: 5,040 values matched; nothing unmatched.
 
@@ -125,13 +125,13 @@ Runs to add:
   two more baselines and one more candidate: probe record -o captures/base-3 --seed 42 -- accelerate
     launch --num_processes 2 train.py --lr 1e-4
 
-Inconclusive: 1 of 5 checks is above its tolerance, by less than 10 x."""
+Inconclusive: 1 quantity is above its tolerance, by less than 10 x."""
 
 NOT_COMPARABLE_TEXT = """\
 What is recorded           Difference   Tolerance        Unmodified      Sees  Verdict
 LoRA parameters of every block after step
                                     -       exact                 -         -  not comparable
-  not compared: 8 values (no quantity of this check is in both arms)
+  8 values not compared (no quantity of this check is in both arms)
 
 Coverage: 0 values matched; nothing unmatched.
 
@@ -140,7 +140,7 @@ baseline   base-0  2 of 2  1-5    0391d1c7aa            42
 candidate  opt-0   2 of 2  1-5    ce9f454b00 + changes  42
 Command (baseline and candidate): accelerate launch --num_processes 2 train.py --lr 1e-4
 
-Not comparable: no check compared anything."""
+Not comparable: No check compared anything."""
 
 
 def test_a_passing_report_reads_like_this() -> None:
@@ -195,7 +195,7 @@ def test_the_table_has_colour_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "stdout", terminal)
     print_comparison(FAILING)
     assert "\x1b[31mattention outputs" in terminal.getvalue()
-    assert "\x1b[1;31mDifferent: first divergence" in terminal.getvalue()
+    assert "\x1b[1;31mDifferent: 3 quantities" in terminal.getvalue()
 
 
 def test_the_verdict_is_coloured_by_its_outcome() -> None:

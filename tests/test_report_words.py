@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from report_cases import ABOVE, ATTENTION, BATCH, DIVERGENCE, LOSS, NAN, NOT_FINITE, RUN, STATE
+from report_cases import ABOVE, ATTENTION, BATCH, DIVERGENCE, LONG, LOSS, NAN, NOT_FINITE, RUN, STATE
 
 from probe.comparison import Place, Verdict
 from probe.point import Kind
@@ -44,11 +44,27 @@ def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
         (float("inf"), "relative", "inf"),
         (0.03, "absolute", "0.03 abs"),
         (0.0, "absolute", "0"),
+        (5.744, "ratio", "5.74x"),
         (NAN, "relative", "-"),
     ],
 )
 def test_relative_differences_are_percentages_down_to_a_thousandth(value: float, unit: str, text: str) -> None:
     assert words.difference(value, unit) == text
+
+
+def test_what_a_check_could_have_seen_is_any_change_where_it_is_exact() -> None:
+    found = [words.detectable(check) for check in (replace(BATCH, smallest_detectable=0.0), ATTENTION, LOSS)]
+    assert found == ["any", "0.61 %", "-"]
+
+
+def test_what_was_not_compared_says_how_much_and_why() -> None:
+    checks = [LONG, replace(LONG, not_compared=1, not_compared_why=""), replace(STATE, not_compared=9), BATCH]
+    assert [words.not_compared(check) for check in checks] == [
+        "8 values not compared (no quantity of this check is in both arms)",
+        "1 value not compared",
+        "",
+        "",
+    ]
 
 
 def test_two_values_get_as_many_digits_as_tell_them_apart() -> None:

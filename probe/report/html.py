@@ -122,9 +122,7 @@ def _divergence(comparison: Comparison) -> str:
         f"<p>{escape(words.divergence_values(found))}</p>",
         f"<p><b>{words.ORIGINS[found.origin]}</b> ({escape(found.phase)}): {_where(found.because)}</p>",
     ]
-    lines += [
-        f"<p>{label}: {_where(text)}</p>" for label, text in (("After it", found.after), ("Next", found.next)) if text
-    ]
+    lines += [f"<p>{_where(text)}</p>" for text in words.lines_after(found)]
     return f'<h2>First divergence{provisional}</h2><div class="card">{"".join(lines)}</div>'
 
 
@@ -170,12 +168,11 @@ def _cells(check: CheckResult) -> tuple[str, ...]:
     verdict = f'<b class="{tone}">{escape(words.verdict(check))}</b>'
     if check.worst is not None:
         verdict += f'<br><span class="worst">worst: {escape(words.worst(check.worst))}</span>'
-    if check.not_compared:
-        why = f" ({check.not_compared_why})" if check.not_compared_why else ""
-        verdict += f'<br><span class="worst">not compared: {check.not_compared:,} values{escape(why)}</span>'
+    if words.not_compared(check):
+        verdict += f'<br><span class="worst">{escape(words.not_compared(check))}</span>'
     remarks = ["assumed"] * check.assumed + ["vacuous"] * check.vacuous
     if not math.isnan(check.smallest_detectable):
-        remarks.append(f"sees {words.difference(check.smallest_detectable, 'relative')}")
+        remarks.append(f"sees {words.detectable(check)}")
     allowed = escape(words.tolerance(check))
     if remarks:
         allowed += f'<br><span class="worst">{", ".join(remarks)}</span>'

@@ -109,7 +109,7 @@ def _tolerance(check: CheckResult) -> str:
     if check.vacuous:
         notes.append("vacuous")
     if not math.isnan(check.smallest_detectable):
-        notes.append(f"sees {words.difference(check.smallest_detectable, 'relative')}")
+        notes.append(f"sees {words.detectable(check)}")
     return words.tolerance(check) + (f" ({', '.join(notes)})" if notes else "")
 
 
@@ -121,13 +121,8 @@ def _divergence(comparison: Comparison) -> Iterator[str]:
     yield f"**First divergence:** {place}: {_code(name)} ({_escaped(found.phase)})"
     yield ""
     yield f"* {_escaped(words.divergence_values(found))}"
-    for label, text in (
-        ("origin " + found.origin.value, found.because),
-        ("after it", found.after),
-        ("next", found.next),
-    ):
-        if text:
-            yield f"* {label}: {_where(text)}"
+    yield f"* {words.ORIGINS[found.origin]}: {_where(found.because)}"
+    yield from (f"* {_where(text)}" for text in words.lines_after(found))
 
 
 def _not_judged(comparison: Comparison) -> Iterator[str]:
@@ -135,9 +130,8 @@ def _not_judged(comparison: Comparison) -> Iterator[str]:
     for check in comparison.checks:
         if check.verdict is Verdict.RECORDED_ONLY:
             lines.append(f"{_escaped(check.what)}: recorded only")
-        if check.not_compared:
-            why = f" ({_escaped(check.not_compared_why)})" if check.not_compared_why else ""
-            lines.append(f"{_escaped(check.what)}: {check.not_compared:,} values not compared{why}")
+        if words.not_compared(check):
+            lines.append(f"{_escaped(check.what)}: {_escaped(words.not_compared(check))}")
         if check.horizon is not None:
             lines.append(
                 f"{_escaped(check.what)}: judged up to step {check.horizon}, where unmodified runs drift apart"

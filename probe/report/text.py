@@ -111,9 +111,7 @@ def _table(comparison: Comparison, everything: bool, width: int) -> Iterator[Lin
             yield Line(what, style)
             what = ""
         cells = [words.actual_difference(check), words.tolerance(check) + words.marks(check), words.spread(check)]
-        yield Line(
-            _row([what, *cells, words.difference(check.smallest_detectable, "relative"), words.verdict(check)]), style
-        )
+        yield Line(_row([what, *cells, words.detectable(check), words.verdict(check)]), style)
         yield from _details(check, everything, width)
     legend = words.legend(comparison.checks, with_marks=True)
     if legend:
@@ -134,9 +132,8 @@ def _details(check: CheckResult, everything: bool, width: int) -> Iterator[Line]
         yield from _wrapped(f"metric: {check.metric}", width)
     if check.horizon is not None:
         yield from _wrapped(f"horizon: judged up to step {check.horizon}", width)
-    if check.not_compared:
-        why = f" ({check.not_compared_why})" if check.not_compared_why else ""
-        yield from _wrapped(f"not compared: {check.not_compared:,} values{why}", width)
+    if words.not_compared(check):
+        yield from _wrapped(words.not_compared(check), width)
 
 
 def _divergence(comparison: Comparison, width: int) -> Iterator[Line]:
@@ -148,9 +145,8 @@ def _divergence(comparison: Comparison, width: int) -> Iterator[Line]:
     yield from _wrapped(f"First divergence{provisional}: {place}", width, "")
     yield from _wrapped(f"{words.divergence_values(found)}", width)
     yield from _wrapped(f"{words.ORIGINS[found.origin]} ({found.phase}): {found.because}", width)
-    for label, text in (("after it", found.after), ("next", found.next)):
-        if text:
-            yield from _wrapped(f"{label}: {text}", width)
+    for text in words.lines_after(found):
+        yield from _wrapped(text, width)
 
 
 def _cut(names: tuple[str, ...], most: int) -> str:

@@ -51,12 +51,15 @@ def difference(value: float, unit: str) -> str:
 
     >>> difference(0.0041, "relative"), difference(4.1e-7, "relative"), difference(0.03, "absolute")
     ('0.41 %', '4.1e-07', '0.03 abs')
+    >>> difference(5.744, "ratio")
+    '5.74x'
     """
     if math.isnan(value):
         return NOTHING
     if unit == "relative":
         return f"{number(100 * value)} %" if 1e-5 <= value < math.inf else number(value)
-    return f"{number(value)} abs" if unit == "absolute" and value else number(value)
+    suffix = {"absolute": " abs", "ratio": "x"}.get(unit, "")
+    return number(value) + (suffix if value else "")
 
 
 def actual_difference(check: CheckResult) -> str:
@@ -82,6 +85,13 @@ def spread(check: CheckResult) -> str:
     if check.spread == 0:
         return "0 (bit-identical)"
     return difference(check.spread, check.unit)
+
+
+def detectable(check: CheckResult) -> str:
+    """Write the least relative change that a check would have flagged; `any` where exactness is judged."""
+    if check.smallest_detectable == 0:
+        return "any"
+    return difference(check.smallest_detectable, "relative")
 
 
 def verdict(check: CheckResult) -> str:
@@ -111,6 +121,19 @@ def pair(expected: float | str, actual: float | str) -> tuple[str, str]:
 
 
 ORIGINS = {Origin.HERE: "wrong here", Origin.BEFORE: "wrong before", Origin.UNKNOWN: "origin unknown"}
+
+
+def lines_after(found: FirstDivergence) -> list[str]:
+    """Return the sentences that follow a divergence: what differs after it, and what to record next."""
+    return [text for text in (found.after, f"Next: {found.next}" if found.next else "") if text]
+
+
+def not_compared(check: CheckResult) -> str:
+    """Say how many values a check did not compare and why; nothing for one that is recorded only."""
+    if not check.not_compared or check.verdict is Verdict.RECORDED_ONLY:
+        return ""
+    why = f" ({check.not_compared_why})" if check.not_compared_why else ""
+    return f"{check.not_compared:,} {'value' if check.not_compared == 1 else 'values'} not compared{why}"
 
 
 def series_label(place: Place) -> str:
