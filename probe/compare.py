@@ -62,6 +62,18 @@ def compare(
         IncomparableError: The runs share no step, have different world sizes, or ran the same code.
         ToleranceError: The tolerances are of another job.
     """
+    return compare_cells(baselines, candidates, tolerances, checks=checks, same_code=same_code)[0]
+
+
+def compare_cells(
+    baselines: Sequence[CaptureLike],
+    candidates: Sequence[CaptureLike],
+    tolerances: Tolerances | None,
+    *,
+    checks: Sequence[Check] | None = None,
+    same_code: bool = False,
+) -> tuple[Comparison, tuple[Judgement, ...]]:
+    """Compare as `compare` does, and return the judgement of each candidate beside it, for plots of every cell."""
     if not baselines or not candidates:
         raise IncomparableError(
             f"A comparison needs at least one run of each arm, and got {len(baselines)} baselines and "
@@ -81,7 +93,7 @@ def compare(
     coverage = _coverage([judgement.differences for judgement in judgements])
     decision = decide(judgements, rows, tolerances, _gaps(baselines[0], candidates, judgements))
     located = locate(judgements) if decision.outcome in (Outcome.DIFFERENT, Outcome.INCONCLUSIVE) else None
-    return Comparison(
+    comparison = Comparison(
         outcome=decision.outcome,
         reason=_reason(decision.reason, decision.outcome, located),
         checks=rows,
@@ -99,6 +111,7 @@ def compare(
         ),
         more_runs=decision.more_runs,
     )
+    return comparison, tuple(judgements)
 
 
 def _axes(baselines: Sequence[CaptureLike], candidates: Sequence[CaptureLike]) -> Axes:
