@@ -258,16 +258,16 @@ def diff(
 
     from dataclasses import replace
 
-    from probe.compare import compare
+    from probe.compare import compare_cells
     from probe.plan import default_checks, load_plan
     from probe.store.reader import open_capture
     from probe.tolerance import load
 
     checks = default_checks() if plan is None else load_plan(plan).checks
     allowed = None if tolerances is None else load(tolerances)
-    opened = [[open_capture(path) for path in arm] for arm in (baselines, candidates)]
+    expected, actual = ([open_capture(path) for path in arm] for arm in (baselines, candidates))
     try:
-        comparison = compare(*opened, allowed, checks=checks, same_code=same_code)
+        comparison, judgements = compare_cells(expected, actual, allowed, checks=checks, same_code=same_code)
     except IncomparableError as error:
         if as_json:
             from probe.report.machine import incomparable, to_json
@@ -283,7 +283,12 @@ def diff(
         from probe.report.text import print_comparison
 
         print_comparison(comparison, everything=everything)
-    _write_reports(comparison, report=report, markdown=markdown, junit=junit, summary=summary)
+    _write_reports(comparison, markdown=markdown, junit=junit, summary=summary)
+    if report is not None:
+        from probe.report.grid import grid_of
+        from probe.report.html import to_html
+
+        _write(report, to_html(comparison, grid_of(judgements, checks)))
     return comparison.outcome.exit_status
 
 
@@ -329,34 +334,29 @@ def github_summary() -> Path:
     return Path(path)
 
 
-def _write_reports(
-    comparison: Comparison, *, report: Path | None, markdown: Path | None, junit: Path | None, summary: Path | None
-) -> None:
-    texts: list[tuple[Path, str]] = []
+def _write_reports(comparison: Comparison, *, markdown: Path | None, junit: Path | None, summary: Path | None) -> None:
     if markdown is not None or summary is not None:
         from probe.report.markdown import to_markdown
 
         text = to_markdown(comparison)
         if markdown is not None:
-            texts.append((markdown, text))
+            _write(markdown, text)
         if summary is not None:
-            with summary.open("a", encoding="utf-8") as stream:
-                stream.write(text + "\n")
+            _write(summary, text + "\n", mode="a")
     if junit is not None:
         from probe.report.junit import to_junit
 
-        texts.append((junit, to_junit(comparison)))
-    if report is not None:
-        from probe.report.html import to_html
+        _write(junit, to_junit(comparison))
 
-        texts.append((report, to_html(comparison)))
-    for path, text in texts:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ProbeError(f"Report {path} cannot be written: {error.strerror}.") from error
-        click.echo(f"Report is in {path}.", err=True)
+
+def _write(path: Path, text: str, mode: str = "w") -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open(mode, encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ProbeError(f"Report {path} cannot be written: {error.strerror}.") from error
+    click.echo(f"Report is in {path}.", err=True)
 
 
 @main.command(context_settings=_HELP)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,16 +25,16 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stands in for reading and judging: `result` is what the comparison gives; what was asked is noted."""
     noted: dict[str, Any] = {"result": PASSING}
 
-    def compare(baselines: Sequence[str], candidates: Sequence[str], tolerances: object, **options: Any) -> Comparison:
+    def compare(
+        baselines: Sequence[str], candidates: Sequence[str], tolerances: object, **options: Any
+    ) -> tuple[Comparison, tuple[()]]:
         noted.update(baselines=baselines, candidates=candidates, tolerances=tolerances, options=options)
         if isinstance(noted["result"], Exception):
             raise noted["result"]
         found: Comparison = noted["result"]
-        return found
+        return found, ()
 
-    stand_in = ModuleType("probe.compare")
-    stand_in.compare = compare  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "probe.compare", stand_in)
+    monkeypatch.setattr("probe.compare.compare_cells", compare)
     monkeypatch.setattr("probe.store.reader.open_capture", str)
     monkeypatch.setattr("probe.tolerance.load", lambda path: f"loaded {path}")
     return noted

@@ -8,10 +8,16 @@ Shapes: Q series in the baseline's execution order, S steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from probe.check import Check
+    from probe.judge import Judgement
 
 NOT_JUDGED = 0
 ZERO = 1
@@ -53,6 +59,48 @@ class CellGrid:
         """Return a family's largest ratio and spread ratio at each step, [S] each; NaN where nothing was judged."""
         rows = self.family == number
         return largest(self.ratio[rows]), largest(self.spread_ratio[rows])
+
+
+def grid_of(judgements: Sequence[Judgement], checks: Sequence[Check]) -> CellGrid:
+    """Fold the judgements of all candidates into one grid: what repeats in every candidate counts.
+
+    Series that were never judged are left out. The order is that of execution in the first step that has the series.
+    """
+    first = judgements[0]
+    index, steps, ranks = first.differences.index, first.differences.steps, first.differences.ranks
+    # One [S, series] array for each rank, so that the rank of the largest is known.
+    by_rank = np.stack(
+        [
+            np.fmin.reduce([index.largest(_excess(each)[:, r : r + 1]) for each in judgements], axis=0)
+            for r in range(len(ranks))
+        ]
+    )
+    known = ~np.isnan(by_rank)
+    worst = np.where(known, by_rank, -1.0).argmax(axis=0)
+    ratio = np.fmax.reduce(by_rank, axis=0)
+    with np.errstate(all="ignore"):
+        own = np.where(np.isnan(first.excess) | first.exact, np.nan, first.spread / first.tolerance)
+    order = np.where(first.differences.order < 0, np.nan, first.differences.order.astype(np.float64))
+    execution = -index.largest(-order)
+    began = np.where(np.isnan(execution).all(axis=0), len(steps), np.argmin(np.isnan(execution), axis=0))
+    position = np.append(execution, np.full((1, len(index)), np.inf), axis=0)[began, np.arange(len(index))]
+    rows = np.lexsort((position, began))
+    rows = rows[(~np.isnan(ratio)).any(axis=0)[rows]]
+    families = tuple(check.what for check in checks)
+    return CellGrid(
+        labels=tuple(index.labels[row] for row in rows),
+        steps=steps,
+        families=families,
+        family=np.asarray(first.check.max(axis=0)[rows]),
+        ratio=np.ascontiguousarray(ratio.T[rows]),
+        spread_ratio=np.ascontiguousarray(index.largest(own).T[rows]),
+        rank=np.where(known.any(axis=0), np.array(ranks)[worst], -1).T[rows].astype(np.int32),
+    )
+
+
+def _excess(judgement: Judgement) -> npt.NDArray[np.float64]:
+    """Return difference / tolerance, infinite also where a value is not finite or a required one is missing."""
+    return np.where(judgement.poisoned | judgement.lost, np.inf, judgement.excess)
 
 
 def largest(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -157,16 +157,14 @@ def _stacked(header: Sequence[str], rows: Iterable[str], name: str) -> str:
 
 
 def _cells(check: CheckResult) -> tuple[str, ...]:
-    counts = (
-        f'<br><span class="worst">{check.quantities:,} quantities, {check.cells:,} values</span>' if check.cells else ""
-    )
+    counts = f'<br><span class="worst">{words.counts(check)}</span>' if check.cells else ""
     tone = {True: "bad"}.get(check.verdict in words.FAILING, "")
     if check.verdict in (Verdict.WITHIN, Verdict.IDENTICAL):
         tone = "good"
     elif check.verdict is Verdict.NOT_COMPARABLE:
         tone = "maybe"
     verdict = f'<b class="{tone}">{escape(words.verdict(check))}</b>'
-    if check.worst is not None:
+    if check.worst is not None and check.verdict not in (Verdict.IDENTICAL, Verdict.RECORDED_ONLY):
         verdict += f'<br><span class="worst">worst: {escape(words.worst(check.worst))}</span>'
     if words.not_compared(check):
         verdict += f'<br><span class="worst">{escape(words.not_compared(check))}</span>'
