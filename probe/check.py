@@ -88,6 +88,13 @@ class Check:
         for selection in (*self.select, *self.without):
             split_kind(selection)
 
+    @property
+    def bound(self) -> str:
+        """The declared tolerance in words, e.g. `15 % or 0.03 abs`, `20x`; empty for forms that declare none."""
+        rel, bound = f"{100 * (self.rel or 0):g} %", f"{self.abs or 0:g} abs"
+        joined = {"rel or abs": f"{rel} or {bound}", "rel + abs": f"{rel} + {bound}", "rel": rel, "abs": bound}
+        return f"{self.ratio:g}x" if self.form == "ratio" else joined.get(self.form, "")
+
     def selects(self, key: Key, step: int | None = None) -> bool:
         """Say whether a quantity belongs to this check, in a given step or in any."""
         if self.kinds and key.kind not in self.kinds:

@@ -136,6 +136,7 @@ def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None)
         vacuous=vacuous,
         assumed=bool(judgement.assumed[judged].any()),
         horizon=horizon,
+        bound=check.bound,
     )
 
 

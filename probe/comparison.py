@@ -119,6 +119,8 @@ class CheckResult:
     """At least one tolerance is an assumed floor: nothing was measured."""
     horizon: int | None = None
     """Last step judged in every quantity of the check, when shorter than the run."""
+    bound: str = ""
+    """The tolerance as a plan declares it, e.g. `15 % or 0.03 abs`; empty when it was calibrated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,6 +155,27 @@ def test_a_check_selects_by_kind_glob_leaf_and_step() -> None:
         assert not check.selects(Key(kind=kind, name=name))
 
 
+def test_a_declared_tolerance_is_written_as_it_was_meant() -> None:
+    declared: list[dict[str, Any]] = [
+        {"form": "rel or abs", "rel": 0.15, "abs": 0.03},
+        {"form": "rel + abs", "rel": 0.03, "abs": 0.01},
+        {"form": "rel", "rel": 0.0002},
+        {"form": "abs", "abs": 0.0004},
+        {"form": "ratio", "ratio": 20.0},
+        {"form": "exact"},
+        {},
+    ]
+    assert [Check(what="x", where="", **fields).bound for fields in declared] == [
+        "15 % or 0.03 abs",
+        "3 % + 0.01 abs",
+        "0.02 %",
+        "0.0004 abs",
+        "20x",
+        "",
+        "",
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -52,6 +52,17 @@ def test_relative_differences_are_percentages_down_to_a_thousandth(value: float,
     assert words.difference(value, unit) == text
 
 
+def test_two_bounds_show_both_numbers_of_the_difference() -> None:
+    both = replace(
+        LOSS, form="rel or abs", unit="absolute", difference=0.0076, tolerance=0.0475, bound="15 % or 0.03 abs"
+    )
+    worst = replace(LOSS.worst, expected=0.3167, actual=0.3243) if LOSS.worst else None
+    both = replace(both, worst=worst)
+    assert (words.actual_difference(both), words.tolerance(both)) == ("0.0076 abs (2.4 %)", "15 % or 0.03 abs")
+    blow_up = replace(both, form="ratio", unit="ratio", difference=5.744, tolerance=20.0, bound="20x")
+    assert (words.actual_difference(blow_up), words.tolerance(blow_up)) == ("5.74x", "20x")
+
+
 def test_what_a_check_could_have_seen_is_any_change_where_it_is_exact() -> None:
     found = [words.detectable(check) for check in (replace(BATCH, smallest_detectable=0.0), ATTENTION, LOSS)]
     assert found == ["any", "0.61 %", "-"]

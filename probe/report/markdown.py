@@ -102,7 +102,7 @@ def _difference(check: CheckResult) -> str:
 
 def _tolerance(check: CheckResult) -> str:
     notes = []
-    if check.form not in ("calibrated", "exact", "record only"):
+    if check.form not in ("calibrated", "exact", "record only") and not check.bound:
         notes.append(check.form)
     if check.assumed:
         notes.append("assumed")

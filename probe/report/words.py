@@ -68,7 +68,12 @@ def actual_difference(check: CheckResult) -> str:
         return "identical"
     if not check.unit and not math.isnan(check.difference):
         return "identical" if check.difference == 0 else "differs"
-    return difference(check.difference, check.unit)
+    text = difference(check.difference, check.unit)
+    if check.form in ("rel or abs", "rel + abs") and check.worst is not None:
+        expected = check.worst.expected
+        if isinstance(expected, float) and expected and not math.isnan(check.difference):
+            text += f" ({difference(check.difference / abs(expected), 'relative')})"
+    return text
 
 
 def tolerance(check: CheckResult) -> str:
@@ -77,7 +82,7 @@ def tolerance(check: CheckResult) -> str:
         return {"exact": "exact", "record only": "none"}[check.form]
     if not check.unit and not math.isnan(check.tolerance):
         return "exact"
-    return difference(check.tolerance, check.unit)
+    return check.bound or difference(check.tolerance, check.unit)
 
 
 def spread(check: CheckResult) -> str:

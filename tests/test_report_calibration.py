@@ -1,0 +1,50 @@
+"""The table that `probe calibrate` prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from probe.report.calibration import calibration_table
+from probe.tolerance import CalibratedRun, Tolerance, Tolerances
+
+MEMBER = Tolerance(spread=(0.001, 0.002), floor=(1e-6, 1e-6), tolerance=(0.003, 0.006), control=1.2)
+QUIET = Tolerance(spread=(0.0, 0.0), floor=(1e-6, 1e-6), tolerance=(1e-6, 1e-6), mark="insensitive")
+RUN = CalibratedRun(run_id="a", path="base-0")
+TOLERANCES = Tolerances(
+    k=3.0,
+    created_utc="2026-05-04T10:00:00Z",
+    steps=(1, 2),
+    world_size=2,
+    runs=(RUN, replace(RUN, run_id="b"), replace(RUN, run_id="c", perturb="ulp:1")),
+    families={
+        "attention outputs": {"forward/a": MEMBER, "forward/b": QUIET},
+        "learning rate": {"lr/lr": QUIET},
+        "calls": {},
+    },
+    self_test={"step shift": "different", "rank rotation": "not run"},
+    notes=("The runs' commands differ.",),
+)
+
+
+def test_each_family_is_a_line_with_spread_tolerance_and_zero_spread() -> None:
+    assert (
+        calibration_table(TOLERANCES)
+        == """\
+Family             Members  Largest spread     Tolerance       Zero spread  Not informative
+attention outputs  2        0.2 %              1e-06 to 0.6 %  1            1
+learning rate      1        0 (bit-identical)  1e-06           1            1
+
+Runs: 2 plain and 1 perturbed; steps 1-2; tolerance = 3 x spread.
+Self-test, step shift: different.
+Self-test, rank rotation: not run.
+Note: The runs' commands differ."""
+    )
+
+
+def test_assumed_tolerances_are_called_assumed_and_the_runs_to_add_are_named() -> None:
+    text = calibration_table(replace(TOLERANCES, assumed=True, runs=(RUN,), notes=()))
+    assert text.splitlines()[-4:-2] == [
+        "Runs: 1 plain; steps 1-2; tolerance = 3 x spread.",
+        "Assumed: the runs are bit-identical, so these tolerances are floors that nothing was measured for. "
+        "Add runs recorded with --perturb ulp:1, ulp:2 and ulp:3.",
+    ]
