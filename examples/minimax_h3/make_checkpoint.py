@@ -2,7 +2,8 @@
 
 The seed job trains 33 billion parameters on eight GPUs. The same classes run on a CPU when their widths are small, so a
 folder with a small checkpoint is all that the example needs. Everything in it is made here, from fixed seeds, by
-DiffSynth's own classes and its own stage-1 units; only what a VAE or a text encoder would have computed is drawn at random.
+DiffSynth's own classes and its own stage-1 units; only what a VAE or a text encoder would have computed is drawn at
+random.
 
     python make_checkpoint.py OUT N
 """
@@ -45,8 +46,8 @@ DIT_ARGUMENTS = {
     "final_adaln_out_features": 2 * HIDDEN,
     "rope_inv_freq_len": 5,
 }
-"""Widths of the tiny DiT. Six times `rope_inv_freq_len` may not exceed the head width; AdaLN gives six vectors to each of
-three modalities in a block and two to the final layer."""
+"""Widths of the tiny DiT. Six times `rope_inv_freq_len` may not exceed the head width; AdaLN gives six vectors to each
+of three modalities in a block, and two to the final layer."""
 
 VIDEO_SIDE = 128
 VIDEO_FRAMES = 22

@@ -1,12 +1,12 @@
 """Give a run on a CPU the run-to-run noise of a GPU: linear layers whose outputs move by one ulp here and there.
 
-On a GPU a matrix product may add its terms in another order in every launch, so an output element rounds up in one run and
-down in the next. On a CPU two runs agree bit for bit, and nothing can be learnt about noise from them. Here each output
-element of a linear layer moves to a neighbouring number with a small probability.
+On a GPU a matrix product may add its terms in another order in every launch, so an output element rounds up in one run
+and down in the next. On a CPU two runs agree bit for bit, and nothing can be learnt about noise from them. Here each
+output element of a linear layer moves to a neighbouring number with some probability.
 
-The noise is a function of (run id, rank, forward number, layer) and of nothing else: a generator that ran on would give the
-recomputation of a checkpointed block other values than its forward had, and gradients that belong to neither. The global
-random state is never touched.
+The noise is a function of (run id, rank, forward number, layer) and of nothing else: a generator that ran on would give
+the recomputation of a checkpointed block other values than its forward had, and gradients that belong to neither. The
+global random state is never touched.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 
 MOVES_OF_256 = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 64}
 """Of 256 elements so many move up by one ulp, and as many down: 0.8 % of the elements in 16 bits, half of them in fp32.
-Source: a sum in another order hardly ever changes a result rounded to 8 bits, and nearly always one of 24 bits; the shares
-are those of the project's statistics study."""
+Source: a sum in another order seldom changes a result rounded to 8 bits and often one of 24 bits; the shares of the
+project's statistics study, 1 % and half, rounded to what a byte can draw."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class NoisyLinear(nn.Linear):
 def add_noise(model: nn.Module, *, run_id: int, rank: int) -> int:
     """Turn every linear layer of a model into a noisy one.
 
-    The class of each layer is exchanged, not its forward hook: a hook that somebody registers later sees the noisy output,
-    and the name of the layer and its parameters stay what they were.
+    The class of each layer is exchanged, and no hook added: whatever hook somebody registers later sees the noisy
+    output, and the layer's name and parameters stay what they were.
 
     Args:
         model: Model with all its adapters already in place.
@@ -76,8 +76,8 @@ def count_forward(module: nn.Module, inputs: object) -> None:
 def move_ulps(values: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
     """Move some elements to the next number up or down.
 
-    An operator of its own, so that `torch.compile` calls it and does not look inside. Zeros stay: a sum of zeros is zero in
-    any order.
+    An operator of its own, so that `torch.compile` calls it and does not look inside. Zeros stay: a sum of zeros is
+    zero in any order.
 
     Args:
         values: Output of a linear layer, any shape.

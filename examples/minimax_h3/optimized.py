@@ -1,12 +1,12 @@
 """The optimized branch: DiffSynth's MiniMax-H3 with the three changes of the seed job's pull request.
 
 sdpa     attention through torch's SDPA, with the backends in order of preference and cuDNN first
-compile  the element-wise body of a DiT block (RoPE, AdaLN gathers, RMSNorm, SwiGLU, gates) fused by `torch.compile`, and the
-         bounds of the packed sequence read once per forward pass, not once per block
+compile  the element-wise body of a DiT block (RoPE, AdaLN gathers, RMSNorm, SwiGLU, gates) fused by `torch.compile`, and
+         the bounds of the packed sequence read once per forward pass, not once per block
 sac      selective activation checkpointing: a block's recomputation keeps the attention output and redoes the rest
 
-`apply` puts them into DiffSynth's classes before a model is made. Blocks, attention, MLP and linear layers are still called
-as modules; the four RMSNorms of a block are not, for they are part of fused kernels.
+`apply` puts them into DiffSynth's classes before a model is made. Blocks, attention, MLP and linear layers are still
+called as modules; the four RMSNorms of a block are not, for they are part of fused kernels.
 
 Shapes: N tokens, H heads, D head width, C hidden width, M rows of AdaLN parameters.
 """
@@ -14,14 +14,16 @@ Shapes: N tokens, H heads, D head width, C hidden width, M rows of AdaLN paramet
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
 from diffsynth.models import minimax_h3_dit as h3
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 OPTIMIZATIONS = ("sdpa", "compile", "sac")
@@ -64,7 +66,7 @@ def apply(chosen: Iterable[str] | None = None) -> None:
     if "compile" in names:
         from torch._inductor import config
 
-        # The graphs are few and small: a pool of compile workers in each rank takes longer to start than to compile them.
+        # The graphs are few and small: a pool of compile workers in each rank would take longer to start than to use.
         config.compile_threads = 1
         h3._sdpa_varlen_attention = varlen_attention
         h3.MiniMaxH3Attention.forward = attention_forward
@@ -100,7 +102,7 @@ def varlen_attention(
         h3.attention_forward(
             *(t[start:stop].transpose(0, 1).unsqueeze(0) for t in (q, k, v)), scale=softmax_scale
         ).squeeze(0).transpose(0, 1)
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, stop in pairwise(bounds)
         if stop > start
     ]  # fmt: skip
     return torch.cat(segments)
@@ -117,7 +119,31 @@ def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
     return bounds
 
 
-@partial(torch.compile, dynamic=False)
+def fused(*, dynamic: bool) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
+    """Compile a function of tensors so that it can be called within selective checkpointing.
+
+    Selective checkpointing watches operators through a dispatch mode. It would also watch those that the compiler traces
+    in the first call and number them among the block's own; the compiler, for its part, fails at the marks that the mode
+    leaves in its graph (seen with torch 2.14). So the mode is off inside: what is fused here is recomputed as a whole.
+
+    Args:
+        dynamic: Whether one graph serves all sizes.
+    """
+
+    def decorate(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        compiled = torch.compile(function, dynamic=dynamic)
+
+        @wraps(function)
+        def call(*args: Any) -> torch.Tensor:
+            with _disable_current_modes():
+                return compiled(*args)
+
+        return call
+
+    return decorate
+
+
+@fused(dynamic=False)
 def norm_rope(x: torch.Tensor, weight: torch.Tensor, eps: float, freqs: torch.Tensor) -> torch.Tensor:
     """Normalize each head and turn it by its token's position.
 
@@ -130,7 +156,7 @@ def norm_rope(x: torch.Tensor, weight: torch.Tensor, eps: float, freqs: torch.Te
     return h3._apply_rope(functional.rms_norm(x, weight.shape, weight, eps), freqs)
 
 
-@partial(torch.compile, dynamic=False)
+@fused(dynamic=False)
 def norm_modulate(
     x: torch.Tensor, weight: torch.Tensor, eps: float, shift: torch.Tensor, scale: torch.Tensor, indices: torch.Tensor
 ) -> torch.Tensor:
@@ -146,7 +172,7 @@ def norm_modulate(
     return h3._modulate_scale_shift(functional.rms_norm(x, weight.shape, weight, eps), shift, scale, indices)
 
 
-@partial(torch.compile, dynamic=False)
+@fused(dynamic=False)
 def gate_residual(
     x: torch.Tensor, gate: torch.Tensor, other: torch.Tensor, indices: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
@@ -161,7 +187,7 @@ def gate_residual(
 
 
 # The token refiner runs it on a short sequence before the blocks run it on a long one: one graph for both.
-@partial(torch.compile, dynamic=True)
+@fused(dynamic=True)
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """Gate one half of the features [N, 2 F] by the SiLU of the other; [N, F]."""
     gate, up = x.chunk(2, dim=-1)

@@ -87,7 +87,9 @@ class StepLog(ModelLogger):
         super().__init__(output_path=None, remove_prefix_in_ckpt="pipe.dit.")
         self.weights = weights
 
-    def on_step_end(self, accelerator: accelerate.Accelerator, model: Any, save_steps: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, accelerator: accelerate.Accelerator, model: Any, save_steps: Any = None, **kwargs: Any
+    ) -> None:
         if not accelerator.sync_gradients:
             return
         self.num_steps += 1
@@ -138,7 +140,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--optimizations", help="Those of the branch to apply, comma-separated (default: all).")
     args = parser.parse_args()
     if not args.checkpoint.is_dir():
-        parser.error(f"--checkpoint: {args.checkpoint} does not exist. Make it: python make_checkpoint.py {args.checkpoint}")
+        parser.error(
+            f"--checkpoint: {args.checkpoint} does not exist. Make it: python make_checkpoint.py {args.checkpoint}"
+        )
     if args.optimizations is not None and args.branch is None:
         parser.error("--optimizations names parts of a branch, and no --branch is given.")
     if not 0 <= args.seed < SEED_LIMIT:
