@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -13,6 +16,9 @@ import pytest
 from step_rows import as_comparable, forward_keys, make_capture, make_rows, random_tensor
 
 from probe.errors import CaptureError, CaptureFormatError
+from probe.store.guard import open_segment
+from probe.store.image import tables_digest
+from probe.store.layout import TABLES, TABLES_HASH
 from probe.store.reader import open_capture
 
 KEYS = forward_keys(3)
@@ -47,7 +53,7 @@ def change(file: Path, how: Change, secret: Path) -> None:
 def refusal(file: Path, *, tensor: bool = False) -> str:
     capture = open_capture(file.parent.parent)
     with pytest.raises(CaptureFormatError) as caught:
-        capture.tensor(0, 1, KEYS[1]) if tensor else capture.rows(0, 1)
+        _ = capture.tensor(0, 1, KEYS[1]) if tensor else capture.rows(0, 1)
     return str(caught.value)
 
 
@@ -123,7 +129,7 @@ def absurd(file: h5py.File, secret: Path) -> None:
         ),
         (
             replaced("value", absurd),
-            "dataset 'value' has shape (1, 562949953421312), 4503599627370496 bytes; it stores 0, in a file",
+            "dataset 'value' has shape (1, 562949953421312), 4503599627370496 bytes, and no data",
         ),
         (of_type(h5py.vlen_dtype("f8")), "dataset 'value' is variable length of 16 bytes, not floating point of 8"),
         (of_type(h5py.ref_dtype), "dataset 'value' is reference of 8 bytes, not floating point of 8 bytes"),
@@ -223,19 +229,55 @@ def test_a_link_to_another_file_is_refused_without_opening_that_file(segment: Pa
     assert "is a link to another file" in refusal(segment)
 
 
-def test_rows_that_point_outside_the_stored_vectors_are_refused(segment: Path, tmp_path: Path) -> None:
-    from probe.store.image import tables_digest
-    from probe.store.layout import TABLES, TABLES_HASH
-
+@pytest.mark.parametrize(
+    ("table", "at", "value", "message"),
+    [
+        ("sketch_row", (0, 2), 99, "index 99 is out of bounds for axis 0 with size 2"),
+        ("kind", 1, b"feeling", "'feeling'"),
+        ("name", 1, b"blocks.0.attn", "the same key twice, 'forward/blocks.0.attn'"),
+        ("shape", 1, b"2,x", "invalid literal for int() with base 10: b'x'"),
+        ("where", 1, b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+def test_tables_that_have_their_digest_and_contradict_each_other_are_refused(
+    segment: Path, tmp_path: Path, table: str, at: Any, value: Any, message: str
+) -> None:
     def corrupt(file: h5py.File, _: Path) -> None:
-        file["sketch_row"][0, 2] = 99
+        whole = file[table][()]
+        whole[at] = value
+        file[table].id.write(h5py.h5s.ALL, h5py.h5s.ALL, whole, mtype=file[table].id.get_type())
         tables = {each.name: file[each.name][()] for each in TABLES}
         texts = {each.name for each in TABLES if each.code == "S"}
         digest = tables_digest({n: t.reshape(-1).tolist() if n in texts else t for n, t in tables.items()})
         file.attrs[TABLES_HASH] = np.bytes_(digest)
 
     change(segment, corrupt, tmp_path)
-    assert refusal(segment).startswith(f"Segment {segment} is not read: its tables contradict each other: index 99")
+    assert refusal(segment) == f"Segment {segment} is not read: its tables contradict each other: {message}. {AGAIN}"
+
+
+def test_data_that_claims_to_lie_beyond_the_end_of_the_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "made.h5"
+    with h5py.File(file, "w") as opened:  # headers of this kind have no checksum, so the offset can be forged
+        opened["value"] = np.zeros(1000)
+        opened.attrs["probe_format"] = np.bytes_("probe-segment")
+        opened.attrs["probe_format_version"] = 1
+        offset = opened["value"].id.get_offset()
+    content, size = file.read_bytes(), file.stat().st_size
+    layout = b"\x03\x01" + struct.pack("<QQ", offset, 8000)
+    assert content.count(layout) == 1
+    file.write_bytes(content.replace(layout, b"\x03\x01" + struct.pack("<QQ", size - 800, 8000)))
+    with open_segment(file) as segment, pytest.raises(CaptureFormatError) as caught:
+        segment.dataset(segment.root, b"value")
+    assert str(caught.value) == (
+        f"Segment {file} is not read: dataset 'value' has 8000 bytes from {size - 800}, and the file ends at {size}. "
+        f"{AGAIN}"
+    )
+
+
+def test_a_lock_that_somebody_holds_on_a_segment_does_not_matter(segment: Path) -> None:
+    with open(segment, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert as_comparable(open_capture(segment.parent.parent).rows(0, 1)) == as_comparable(make_rows(KEYS))
 
 
 def test_a_segment_of_a_newer_version_asks_for_a_newer_probe(segment: Path, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ class Segment:
         what = f"{'dataset' if wanted == h5o.TYPE_DATASET else 'group'} {name.decode('utf-8', 'replace')!r}"
         if b"/" in name or name in (b"", b"."):
             raise self.refusal(what, "has a name that leads elsewhere")
-        if not parent.links.exists(name):  # looks at the link alone; `name in parent` would follow it
+        if not parent.links.exists(name):
             raise self.refusal(what, "is missing")
         link = parent.links.get_info(name).type
         if link != h5l.TYPE_HARD:
@@ -177,11 +177,10 @@ class Segment:
         if not nbytes:
             return found
         offset = found.get_offset()
-        stored = found.get_storage_size()
-        if offset is None or stored < nbytes or offset + nbytes > self.size:
-            raise self.refusal(
-                what, f"has shape {found.shape}, {nbytes} bytes; it stores {stored}, in a file of {self.size}"
-            )
+        if offset is None:
+            raise self.refusal(what, f"has shape {found.shape}, {nbytes} bytes, and no data")
+        if offset + nbytes > self.size:
+            raise self.refusal(what, f"has {nbytes} bytes from {offset}, and the file ends at {self.size}")
         return found
 
     def array(self, parent: h5g.GroupID, name: bytes, kind: h5t.TypeID, code: str) -> npt.NDArray[Any]:

@@ -138,7 +138,6 @@ class Image:
             self._journal,
             "w",
             libver=("v108", "v110"),
-            locking=False,
             alignment_threshold=65536,
             alignment_interval=4096,
         )
