@@ -190,9 +190,7 @@ def _plots(grid: CellGrid) -> str:
         ratio, spread = grid.of_family(number)
         if not np.isnan(ratio).all():
             drawing = ratio_over_steps(family, grid.steps, ratio, spread)
-            figures.append(
-                f'<figure class="card" data-filter="{escape(family)}"><h3>{escape(family)}</h3>{drawing}</figure>'
-            )
+            figures.append(f'<figure class="card" data-family="{number}"><h3>{escape(family)}</h3>{drawing}</figure>')
     cells = distribution(grid.ratio, grid.spread_ratio)
     return (
         f'{_OVER_STEPS}<div class="plots">{"".join(figures)}</div>'

@@ -14,7 +14,7 @@ STYLE = """
 @media(prefers-color-scheme:dark){:root{--bg:#14171b;--fg:#e6e9ed;--soft:#9aa5b1;--line:#333a43;--card:#1c2127;
 --good:#4cc26a;--bad:#ff7b6e;--maybe:#e3b341;--blue:#79b0ec;--band:#34506f;--focus:#8ab4f8;
 --h0:#1d2630;--h1:#22374b;--h2:#284c6d;--h3:#32689a;--h4:#4a8bc4;--h5:#7a4a24;--h6:#b5602f;--h7:#e0573f;--h8:#ff9184}}
-*{box-sizing:border-box}
+*{box-sizing:border-box}[hidden]{display:none!important}
 body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:1180px;margin:0 auto;padding:20px 16px 60px}
 h1{font-size:1.5rem;margin:0 0 4px}h2{font-size:1.15rem;margin:34px 0 8px}h3{font-size:.95rem;margin:0 0 2px}
@@ -37,7 +37,8 @@ border-radius:6px;background:var(--bg);color:var(--fg)}:focus-visible{outline:2p
 min-width:calc(var(--label) + var(--steps)*14px)}.head{position:sticky;top:0;background:var(--bg);z-index:2;
 font-size:.72rem;color:var(--soft)}.head span{text-align:center;overflow:hidden}
 .rows{position:relative}.row{position:absolute;left:0;right:0}.row .name{position:sticky;left:0;background:var(--bg);
-white-space:nowrap;overflow:hidden;text-overflow:ellipsis;padding:0 6px;font-size:.75rem;line-height:20px;z-index:1}
+white-space:nowrap;overflow:hidden;text-overflow:ellipsis;direction:rtl;text-align:left;
+padding:0 6px;font-size:.75rem;line-height:20px;z-index:1}
 .cell{margin:1px;border-radius:2px}.first{outline:2px solid var(--fg);outline-offset:-1px}
 .none{background:repeating-linear-gradient(45deg,transparent 0 3px,var(--line) 3px 4px)}
 .scale{display:flex;flex-wrap:wrap;gap:4px 12px;font-size:.8rem;color:var(--soft);margin:8px 0}
@@ -99,7 +100,9 @@ SCRIPT = """
       var series = shown[i], row = document.createElement("div"), name = document.createElement("span");
       row.className = "row"; row.style.top = i * TALL + "px";
       row.setAttribute("role", "row");
-      name.className = "name"; name.textContent = name.title = data.labels[series];
+      // Names are cut at their head where space is short: what tells them apart stands at the end.
+      name.className = "name"; name.title = data.labels[series];
+      name.appendChild(document.createElement("bdi")).textContent = data.labels[series];
       name.setAttribute("role", "rowheader");
       row.appendChild(name);
       for (var s = 0; s < steps; s++) {
@@ -125,6 +128,10 @@ SCRIPT = """
     for (var i = 0; i < data.labels.length; i++) {
       if (fits(data.labels[i]) || fits(data.families[data.family[i]])) shown.push(i);
     }
+    var families = shown.map(function (series) { return data.family[series]; });
+    document.querySelectorAll("[data-family]").forEach(function (each) {
+      each.hidden = families.indexOf(+each.dataset.family) < 0;
+    });
     none.hidden = shown.length > 0;
     document.getElementById("count").textContent = shown.length + " of " + data.labels.length + " quantities";
     map.scrollTop = 0;
@@ -136,14 +143,15 @@ SCRIPT = """
     var rank = c ? ", rank " + data.ranks[series * steps + s] : "";
     tip.textContent = data.labels[series] + ", step " + data.steps[s] + rank + ": " + words(c);
   });
-  document.getElementById("jump").addEventListener("click", function () {
+  function jump() {
     filter.value = ""; apply();
     if (data.first) map.scrollTop = Math.max(0, data.first[0] * TALL - map.clientHeight / 2);
     draw();
-  });
+  }
+  document.getElementById("jump").addEventListener("click", jump);
   map.addEventListener("scroll", draw);
   window.addEventListener("resize", draw);
   filter.addEventListener("input", apply);
-  apply();
+  if (link) apply(); else jump();
 })();
 """
