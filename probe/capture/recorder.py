@@ -144,6 +144,7 @@ class Recorder:
         plan: Plan,
         strict: bool,
         manifest: Callable[[int, int], dict[str, Any]],
+        sink: Callable[[StepRows], None] | None = None,
     ) -> None:
         """Prepare to record; nothing is opened before the first step has something to store.
 
@@ -153,6 +154,7 @@ class Recorder:
             plan: What to record.
             strict: A step that cannot be stored raises in the training process.
             manifest: Called once on rank 0 with (rank, world size) when the first step is stored.
+            sink: Takes each finished step in place of the writer; then there is no thread and no folder.
         """
         self.plan = plan
         self.pid = os.getpid()
@@ -165,6 +167,7 @@ class Recorder:
         self.events: dict[str, int] = {}
         """How often the process did what recording waits for; told when nothing was recorded."""
         self._output, self._run_id, self._strict, self._manifest = output, run_id, strict, manifest
+        self._sink = sink
         self._order = 0
         self._calls: dict[tuple[Kind, str, str], int] = {}
         self._rows = _Rows(256)
@@ -299,6 +302,9 @@ class Recorder:
 
     # ------------------------------------------------------------------ writing
     def _submit(self) -> None:
+        if self._sink is not None:
+            self._sink(_step_rows(self._rows, self.step, *ranks()))
+            return
         self._report()
         if self._failure is not None:
             self._dropped.append(self.step)
