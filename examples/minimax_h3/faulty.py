@@ -1,8 +1,8 @@
 """The optimized branch with one planted fault: block 2's attention has lost its softmax scale.
 
 The story is a common one. Scaling the queries is moved into the kernel that normalizes them, the attention is told to
-scale by one, and one block is made in a way that misses the new kernel. The loss does not give it away: it moves by less
-than a thousandth, for one block's attention is a small part of the sum that a DiT is.
+scale by one, and one block is made in a way that misses the new kernel. The loss does not give it away: it moves by
+less than a thousandth, for one block's attention is a small part of the sum that a DiT is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The optimized branch: DiffSynth's MiniMax-H3 with the three changes of the seed job's pull request.
 
 sdpa     attention through torch's SDPA, with the backends in order of preference and cuDNN first
-compile  the element-wise body of a DiT block (RoPE, AdaLN gathers, RMSNorm, SwiGLU, gates) fused by `torch.compile`, and
-         the bounds of the packed sequence read once per forward pass, not once per block
+compile  the element-wise body of a DiT block (RoPE, AdaLN gathers, RMSNorm, SwiGLU, gates) fused by `torch.compile`,
+         and the bounds of the packed sequence read once per forward pass, not once per block
 sac      selective activation checkpointing: a block's recomputation keeps the attention output and redoes the rest
 
 `apply` puts them into DiffSynth's classes before a model is made. Blocks, attention, MLP and linear layers are still
@@ -122,9 +122,10 @@ def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 def fused(*, dynamic: bool) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
     """Compile a function of tensors so that it can be called within selective checkpointing.
 
-    Selective checkpointing watches operators through a dispatch mode. It would also watch those that the compiler traces
-    in the first call and number them among the block's own; the compiler, for its part, fails at the marks that the mode
-    leaves in its graph (seen with torch 2.14). So the mode is off inside: what is fused here is recomputed as a whole.
+    Selective checkpointing watches operators through a dispatch mode. It would also watch those that the compiler
+    traces in the first call and number them among the block's own; the compiler, for its part, fails at the marks that
+    the mode leaves in its graph (seen with torch 2.14). So the mode is off inside: what is fused here is recomputed as
+    a whole.
 
     Args:
         dynamic: Whether one graph serves all sizes.
