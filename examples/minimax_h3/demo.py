@@ -1,9 +1,9 @@
 """The whole story in a few minutes on two CPU cores: noise measured, a good branch passed, a bad one caught.
 
-Three runs of the unmodified job are recorded and turned into tolerances; the optimized branch is compared with them and
-must pass; the same branch with a planted fault is compared and must fail, at the attention of block 2 and nowhere before.
-Everything goes through the `probe` command line, as it would for a user. The demo leaves with status 0 where both verdicts
-are the expected ones, and with 1 where one is not.
+Three runs of the unmodified job are recorded and turned into tolerances; the optimized branch is compared with them
+and must pass; the same branch with a planted fault is compared and must fail, at the attention of block 2 and nowhere
+before. Everything goes through the `probe` command line, as it would for a user. The demo leaves with status 0 where both
+verdicts are the expected ones, and with 1 where one is not.
 
     python examples/minimax_h3/demo.py
 """
@@ -59,11 +59,11 @@ class Expectation:
 
 
 EXPECTATIONS = (
-    Expectation(branch="optimized", run_ids=(3, 4), exit=EQUIVALENT),
-    Expectation(branch="faulty", run_ids=(5, 6), exit=DIFFERENT),
+    Expectation(branch="optimized", run_ids=(3, 7), exit=EQUIVALENT),
+    Expectation(branch="faulty", run_ids=(4, 8), exit=DIFFERENT),
 )
 BASELINE_IDS = (0, 1, 2)
-MORE_BASELINE_IDS = (7, 8)
+MORE_BASELINE_IDS = (5, 6)
 
 
 class Demo:
@@ -157,7 +157,8 @@ def training(run_id: int, *more: str) -> list[str]:
 def disappointment(expectation: Expectation, result: dict[str, Any]) -> str | None:
     """Say what about a result is not as expected, or nothing."""
     if result["exit"] != expectation.exit:
-        return f"The {expectation.branch} branch got {result['verdict']!r} ({result['exit']}); {expectation.exit} is expected."
+        found = f"{result['verdict']!r} with status {result['exit']}"
+        return f"The {expectation.branch} branch was found {found}; status {expectation.exit} is expected."
     if expectation.exit == DIFFERENT:
         first = result["first_divergence"]
         name = "nowhere" if first is None else first["name"]
