@@ -19,7 +19,7 @@ from probe.comparison import FirstDivergence, Origin, Place
 from probe.differences import MISSING
 from probe.judge import Judgement
 from probe.point import Key, Kind
-from probe.series import CLIPPED, BoolArray, FloatArray
+from probe.series import BEFORE, CLIPPED, BoolArray, FloatArray
 
 LARGEST_MARGIN = 3.0
 """Ratio to the tight tolerance that is asked of the first divergence when the rest of the evidence is overwhelming."""
@@ -137,7 +137,7 @@ def _phase(judgement: Judgement, key: Key, spot: _Spot) -> str:
         return "clipping"
     if key.kind is Kind.GRAD and len(d.ranks) > 1:
         expected, actual = d.expected[spot.s, :, spot.cell], d.actual[spot.s, :, spot.cell]
-        if not np.isnan(actual).any() and np.ptp(expected) == 0 and np.ptp(actual) > 0:
+        if (expected == expected[0]).all() and (actual != actual[0]).any() and np.isfinite(actual).all():
             return "gradient reduction"
     if key.kind is Kind.PARAM and key.item:
         return "state"
@@ -180,6 +180,8 @@ def _origin(judgement: Judgement, ratio: FloatArray, spot: _Spot) -> tuple[Origi
         )
     if key.kind is Kind.BATCH:
         return Origin.HERE, "The data that enter the model differ."
+    if key.item == BEFORE:
+        return Origin.HERE, "The parameter differs before the first recorded step."
     if spot.s and not unseen:
         return (
             Origin.HERE,

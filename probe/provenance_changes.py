@@ -204,7 +204,8 @@ def changes(baseline: CaptureLike, candidate: CaptureLike) -> tuple[str, ...]:
             lines.append(f"{name}: {one!r} -> {two!r}")
     if code_hash(baseline) != code_hash(candidate):
         files = _changed_files(baseline, candidate)
-        lines.append(f"code: {len(files)} files differ: {listed(files)}" if files else "code: another hash")
+        count = "1 file differs" if len(files) == 1 else f"{len(files)} files differ"
+        lines.append(f"code: {count}: {listed(files)}" if files else "code: another hash")
     if commit_text(baseline) != commit_text(candidate):
         lines.append(f"commit: {commit_text(baseline) or 'none'} -> {commit_text(candidate) or 'none'}")
     one_flat, two_flat = flat(environment(baseline)), flat(environment(candidate))

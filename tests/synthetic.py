@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ class SyntheticCapture:
         return replace(self, segments={place: edit(rows) for place, rows in self.segments.items()})
 
 
+@lru_cache(maxsize=4096)
+def drawn(tag: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    values = np.random.default_rng(list(tag)).standard_normal(shape)
+    values.flags.writeable = False
+    return values
+
+
+@lru_cache(maxsize=64)
 def signs(rows: int) -> np.ndarray:
     return np.where(np.random.default_rng(0).random(rows) < 0.5, -1.0, 1.0)
 
@@ -48,6 +57,8 @@ def signs(rows: int) -> np.ndarray:
 def sketch(values: np.ndarray) -> np.ndarray:
     """One sign per row of k consecutive elements, as the recorder does."""
     flat = np.asarray(values, dtype=np.float64).ravel()
+    if not np.isfinite(flat).all():
+        return np.full(SKETCH_K, np.nan, np.float32)
     rows = -(-flat.size // SKETCH_K)
     padded = np.zeros(rows * SKETCH_K)
     padded[: flat.size] = flat
@@ -192,14 +203,14 @@ def _segment(
             rows.add(key, value, hashed=hashed)
 
     def draw(*tag: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
-        return np.random.default_rng([data_seed, *tag]).standard_normal(shape)
+        return drawn((data_seed, *tag), shape)
 
     names = [f"blocks.{layer}.lora_A.weight" for layer in range(layers)]
     if first:
         for number, name in enumerate(names):
             put(
                 Key(kind=Kind.PARAM, name=name, item="before"),
-                draw(9, number, shape=PARAM_SHAPE),
+                drawn((0, 9, number), PARAM_SHAPE),
                 noise_of=0,
                 hashed=True,
             )
@@ -226,9 +237,46 @@ def _segment(
     put(Key(kind=Kind.GRAD_NORM, name="grad_norm"), np.array(2.0 + 0.3 * float(draw(6, step, shape=(1,))[0])))
     put(Key(kind=Kind.LR, name="lr"), np.array(1e-3 / step), noise_of=0)
     for number, name in enumerate(names):
-        value = draw(9, number, shape=PARAM_SHAPE)
+        value = drawn((0, 9, number), PARAM_SHAPE)
         for past in range(1, step + 1):
             value = value - 1e-3 * np.sign(draw(5, past, number, shape=PARAM_SHAPE))
         put(Key(kind=Kind.PARAM, name=name), value, noise_of=1e-2)
     put(Key(kind=Kind.STATE, name="train_mode"), np.array(7.0), noise_of=0)
     return rows.finish()
+
+
+UNTOUCHED = (Kind.BATCH, Kind.LR, Kind.STATE)
+
+
+def breaks(
+    kind: Kind,
+    name: str,
+    *,
+    item: str = "",
+    step: int = 1,
+    ranks: Sequence[int] | None = None,
+    size: float = 1e-2,
+    spreads: bool = True,
+) -> Fault:
+    """Make a fault that starts at one quantity in one step and is seen in all that is computed from there on.
+
+    Args:
+        ranks: Ranks on which the place itself is wrong; None: all.
+        size: Relative size of the error.
+        spreads: Whether later quantities are wrong too.
+    """
+    begun: set[int] = set()
+
+    def fault(key: Key, at: int, rank: int, value: np.ndarray) -> np.ndarray:
+        wrong = ranks is None or rank in ranks
+        starts = (key.kind, key.name, key.item, at) == (kind, name, item, step)
+        if starts and wrong:
+            begun.add(rank)
+        computed = key.kind not in UNTOUCHED and key.item != "before" and key.name != "loss_scale"
+        if (starts and wrong) or (spreads and rank in begun and computed and at >= step):
+            reduced = key.microbatch == STEP_CLOCK
+            error = np.random.default_rng([at, 99 if reduced else rank, 5]).standard_normal(value.shape)
+            return value + size * float(np.sqrt((value**2).mean())) * error
+        return value
+
+    return fault

@@ -66,7 +66,7 @@ def test_all_that_differs_between_the_arms_is_listed() -> None:
     assert changes(one, two) == (
         "command: 'python train.py' -> \"python train.py '--fused attention'\"",
         "perturb: '' -> 'ulp:1'",
-        "code: 1 files differ: train.py",
+        "code: 1 file differs: train.py",
         "commit: aaaaaaaaaaaa -> bbbbbbbbbbbb",
         "versions.numpy: 2 -> absent",
         "versions.torch: 2.14.1 -> 2.15.0",
@@ -80,7 +80,7 @@ def test_files_are_compared_by_their_path_inside_the_tree() -> None:
     two = with_provenance(
         run("b"), trees=[tree("a", root="/two")], code={"hash": "2", "files": {"/two/m.py": "x", "/two/n.py": "z"}}
     )
-    assert changes(one, two) == ("code: 1 files differ: n.py",)
+    assert changes(one, two) == ("code: 1 file differs: n.py",)
 
 
 def test_repeats_of_one_job_need_no_warning() -> None:
