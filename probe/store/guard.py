@@ -62,8 +62,9 @@ def open_segment(path: Path) -> Iterator[Segment]:
     except CaptureError:
         raise
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError, OverflowError) as error:
-        reason = "truncated" if "truncated" in str(error) else "damaged"
-        raise CaptureFormatError(f"Segment {path} is {reason}: {error}. {AGAIN}.") from error
+        cause = str(error.args[0] if error.args else error)  # str() of a KeyError is quoted
+        reason = "truncated" if "truncated" in cause else "damaged"
+        raise CaptureFormatError(f"Segment {path} is {reason}: {cause}. {AGAIN}.") from error
     finally:
         if file is not None:
             file.close()
