@@ -56,7 +56,8 @@ def parse(text: str) -> Perturbation | None:
     return Perturbation(form=form, seed=int(seed or 0))
 
 
-def _generator(seed: int, *parts: object) -> torch.Generator:
+def seeded(seed: int, *parts: object) -> torch.Generator:
+    """Make a generator of its own for a seed and a name."""
     text = "/".join(str(part) for part in (seed, *parts))
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFFFFFFFFFFFFFF)
 
@@ -82,7 +83,7 @@ def perturb_parameters(parameters: dict[str, nn.Parameter], how: Perturbation) -
     with torch.no_grad():
         for name, parameter in parameters.items():
             if parameter.dtype.is_floating_point:
-                parameter.copy_(moved(parameter, _generator(how.seed, name)))
+                parameter.copy_(moved(parameter, seeded(how.seed, name)))
                 count += 1
     return count
 
@@ -106,7 +107,7 @@ def perturb_outputs(
             return None
         plain = output.detach()
         share = SHARE.get(plain.dtype, SHARE_WIDE)
-        shift = moved(plain, _generator(how.seed, name, *clock()), share) - plain
+        shift = moved(plain, seeded(how.seed, name, *clock()), share) - plain
         return output + shift
 
     handles = []
