@@ -2,8 +2,8 @@
 
 Three runs of the unmodified job are recorded and turned into tolerances; the optimized branch is compared with them
 and must pass; the same branch with a planted fault is compared and must fail, at the attention of block 2 and nowhere
-before. Everything goes through the `probe` command line, as it would for a user. The demo leaves with status 0 where both
-verdicts are the expected ones, and with 1 where one is not.
+before. Everything goes through the `probe` command line, as it would for a user. The demo leaves with status 0 where
+both verdicts are the expected ones, and with 1 where one is not.
 
     python examples/minimax_h3/demo.py
 """

@@ -24,6 +24,13 @@ SAMPLES = 3
 
 def watch(model: Any, outputs: dict[str, Any]) -> None:
     """Keep what blocks, attentions and their projections return the first time; hooks come last, as a tool's would."""
+
+    def keep(short: str) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            outputs.setdefault(short, output.detach().float().numpy())
+
+        return hook
+
     for name, module in model.named_modules():
         short = name.removeprefix("pipe.dit.")
         if short.startswith("blocks.") and short.rsplit(".", 1)[-1] in {
@@ -35,9 +42,7 @@ def watch(model: Any, outputs: dict[str, Any]) -> None:
             "qkv_proj",
             "norm1",
         }:
-            module.register_forward_hook(
-                lambda module, inputs, output, short=short: outputs.setdefault(short, output.detach().float().numpy())
-            )
+            module.register_forward_hook(keep(short))
 
 
 def run(name: str, arguments: list[str]) -> None:
