@@ -72,6 +72,7 @@ FORWARD = {
         "text_refiner",
         "blocks.0.adaln",
         "blocks.0.attn_drop",
+        "blocks.0.mlp.layers.0",
     ],
 }
 

@@ -18,7 +18,7 @@ from probe.report.grid import CellGrid, encoded, grid_of, largest
 
 def test_a_family_is_the_largest_of_its_series_at_each_step() -> None:
     ratio, spread = GRID.of_family(1)
-    np.testing.assert_array_equal(ratio, [0.5, 40.0, 3.0])
+    np.testing.assert_array_equal(ratio, [0.5, 40.0, 2.5])
     np.testing.assert_array_equal(spread, [0.3, 0.3, NAN])
 
 
@@ -36,6 +36,12 @@ def test_codes_keep_a_ratio_to_a_thousandth() -> None:
     ratio = np.geomspace(1e-7, 1e7, 1001)
     again = 10.0 ** (-8 + 16 * (encoded(ratio).astype(float) - 2) / 65533)
     assert np.abs(again / ratio - 1).max() < 1e-3
+
+
+def test_codes_do_not_carry_a_ratio_across_the_tolerance() -> None:
+    ratio = np.array([0.9999999, 1.0, 1.0000001, 1.0001])
+    assert (encoded(ratio) <= 32768).tolist() == [True, True, False, False]
+    assert 10.0 ** (-8 + 16 * (32768 - 2) / 65533) <= 1 < 10.0 ** (-8 + 16 * (32769 - 2) / 65533)
 
 
 def test_arrays_of_another_shape_are_refused() -> None:

@@ -172,16 +172,19 @@ def test_a_browser_shows_the_cells_of_the_heat_map(tmp_path: Path) -> None:
         "step 2: identical",
         "step 5: identical",
         "step 1: difference / tolerance = 0.2",
-        "step 2: difference / tolerance = 0.3",
+        "step 2: difference / tolerance = 0.25",
         "step 5: difference / tolerance = 0.4",
         "step 1: difference / tolerance = 0.5",
         "step 2: difference / tolerance = 40",
-        "step 5: difference / tolerance = 3",
+        "step 5: difference / tolerance = 2.5",
         "step 1: difference / tolerance = 0.01",
         "step 2: not equal, not finite, or 1e8 x the tolerance or more",
         "step 5: not judged",
     ]
     assert re.findall(r'<span class="cell first"[^>]*data-at="([^"]*)"', document) == ["2 1"]
+    # Blue up to 1: h0 to h4 end at 0.01, 0.1, 0.3, 0.6 and 1; the cell that was not judged has no colour.
+    colours = re.findall(r"background: var\(--(h\d)\)", document)
+    assert colours == ["h0", "h0", "h0", "h2", "h2", "h3", "h3", "h7", "h5", "h0", "h8"]
 
 
 @needs_browser
@@ -200,6 +203,7 @@ def test_a_browser_filters_rows_cells_and_plots_by_name(tmp_path: Path) -> None:
     document, console = dom(tmp_path, DIFFERENT, GRID, "#filter=attention")
     assert console == ""
     assert "2 of 4 quantities" in document
+    assert "1 of 4 quantities" in dom(tmp_path, DIFFERENT, GRID, "#filter=Blocks.2")[0]
     assert re.findall(r'data-at="([^"]*)"', document) == [f"{series} {step}" for series in (1, 2) for step in range(3)]
     assert re.findall(r'data-family="(\d)"( hidden="")?', document) == [
         ("0", ' hidden=""'),

@@ -23,6 +23,8 @@ NOT_JUDGED = 0
 ZERO = 1
 _FIRST = 2
 _LOG10_LEAST, _LOG10_MOST = -8.0, 8.0
+_LARGEST_WITHIN = 32768
+"""Code of the largest ratio that is read back as 1 or less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,5 +123,9 @@ def encoded(ratio: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
     with np.errstate(divide="ignore"):
         logs = np.clip(np.log10(ratio[positive]), _LOG10_LEAST, _LOG10_MOST)
     share = (logs - _LOG10_LEAST) / (_LOG10_MOST - _LOG10_LEAST)
-    codes[positive] = _FIRST + np.rint(share * (65535 - _FIRST)).astype(np.uint16)
+    rounded = _FIRST + np.rint(share * (65535 - _FIRST)).astype(np.int64)
+    # Rounding must not carry a ratio across the tolerance: 1 is the only border that means something.
+    codes[positive] = np.where(
+        ratio[positive] > 1, np.maximum(rounded, _LARGEST_WITHIN + 1), np.minimum(rounded, _LARGEST_WITHIN)
+    )
     return codes
