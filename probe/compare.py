@@ -153,11 +153,11 @@ def _measure(runs: Sequence[CaptureLike], baselines: int, axes: Axes, loss_toler
             divisor = None
             if one < baselines <= two:
                 found = agreed_scales(stop.rows[one], stop.rows[two], loss_tolerances[stop.step])
-                divisor = _divisor(aligned, catalog, found, rows[one], rows[two])
+                divisor = _divisor(aligned, found, rows[one], rows[two])
                 if one == 0:
                     for scale in found.values():
                         scales[scale] = scales.get(scale, 0) + 1
-            measured = measure(rows[one], rows[two], aligned, catalog.keys, divisor)
+            measured = measure(rows[one], rows[two], aligned, divisor)
             collector.add(stop.s, stop.r, measured, aligned, rows[one])
     index = SeriesIndex(catalog.keys)
     first = collectors[0, 1].finish(axes, catalog, index)
@@ -169,12 +169,10 @@ def _measure(runs: Sequence[CaptureLike], baselines: int, axes: Axes, loss_toler
     )
 
 
-def _divisor(
-    aligned: Alignment, catalog: Catalog, scales: dict[int, float], one: StepRows, two: StepRows
-) -> FloatArray | None:
+def _divisor(aligned: Alignment, scales: dict[int, float], one: StepRows, two: StepRows) -> FloatArray | None:
     if not scales:
         return None
-    return divisors(aligned, catalog.keys, scales, (microbatches(one.keys), microbatches(two.keys)))
+    return divisors(aligned, scales, (microbatches(one.keys), microbatches(two.keys)))
 
 
 def _limits(

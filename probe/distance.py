@@ -86,7 +86,12 @@ class Measured:
 @lru_cache(maxsize=64)
 def epsilons(dtypes: tuple[str, ...]) -> FloatArray:
     """Return the eps of each recorded type, [Q], and fp32's, in which sums are recorded, where that is larger."""
-    return np.array([max(EPSILON.get(plain_type(dtype), 0.0), EPSILON_FLOAT32) for dtype in dtypes])
+    return np.asarray(np.maximum(_own_epsilons(dtypes), EPSILON_FLOAT32), dtype=np.float64)
+
+
+@lru_cache(maxsize=64)
+def _own_epsilons(dtypes: tuple[str, ...]) -> FloatArray:
+    return np.array([EPSILON.get(plain_type(dtype), 0.0) for dtype in dtypes])
 
 
 def plain_type(dtype: str) -> str:
@@ -135,13 +140,10 @@ def sketch_distance(
     return np.asarray(distance / scale, dtype=np.float64)
 
 
-def measure(
-    baseline: StepRows, candidate: StepRows, pairs: Alignment, keys: list[Key], divisor: FloatArray | None = None
-) -> Measured:
+def measure(baseline: StepRows, candidate: StepRows, pairs: Alignment, divisor: FloatArray | None = None) -> Measured:
     """Measure all paired rows of two segments.
 
     Args:
-        keys: Key of every cell number.
         divisor: [Q] by which the candidate's values are divided first (an agreed loss scale), or None.
     """
     rows_b, rows_a = pairs.baseline, pairs.candidate
@@ -150,7 +152,7 @@ def measure(
     reshaped = _unlike(baseline.shape, of_b, candidate.shape, of_a)
     retyped = _unlike(baseline.dtype, of_b, candidate.dtype, of_a)
     other_text = _unlike(baseline.text, of_b, candidate.text, of_a)
-    exact = np.array([is_exact(keys[c], baseline.dtype[b]) for c, b in zip(pairs.cells, of_b, strict=True)], dtype=bool)
+    exact = _exact_rows(pairs, baseline.dtype)
     numel = baseline.numel[rows_b]
     number = numel == 1
     value_b, value_a = baseline.value[rows_b], candidate.value[rows_a]
@@ -185,7 +187,7 @@ def measure(
         retyped=retyped,
         expected=l2_b,
         actual=l2_a,
-        order=_order(baseline, of_b, pairs.cells, keys),
+        order=_order(baseline, of_b, pairs),
         texts={
             int(pairs.cells[row]): (baseline.text[of_b[row]], candidate.text[of_a[row]])
             for row in np.flatnonzero((numel == 0) & exact)
@@ -194,27 +196,23 @@ def measure(
     )
 
 
-def _order(baseline: StepRows, of_b: IntArray, cells: IntArray, keys: list[Key]) -> npt.NDArray[np.int32]:
+def _order(baseline: StepRows, of_b: IntArray, pairs: Alignment) -> npt.NDArray[np.int32]:
     """Return when each paired row was executed in the baseline, [Q].
 
     A clipped gradient that the baseline has only unclipped comes after all gradients and their norm.
     """
     order = baseline.order[of_b].copy()
-    stand_in = [
-        row
-        for row, b in enumerate(of_b)
-        if keys[cells[row]] is not baseline.keys[b] and _stands_in(keys[cells[row]], baseline.keys[b])
-    ]
-    if stand_in:
-        late = [
-            o for key, o in zip(baseline.keys, baseline.order, strict=True) if key.kind in (Kind.GRAD, Kind.GRAD_NORM)
-        ]
-        order[stand_in] = max(late)
+    if pairs.stand_ins.size:
+        kinds = np.array([key.kind in (Kind.GRAD, Kind.GRAD_NORM) for key in baseline.keys])
+        order[pairs.stand_ins] = baseline.order[kinds].max()
     return np.asarray(order, dtype=np.int32)
 
 
-def _stands_in(cell: Key, row: Key) -> bool:
-    return cell.kind is Kind.GRAD and cell.item != row.item
+@lru_cache(maxsize=256)
+def _exact_rows(pairs: Alignment, dtypes: tuple[str, ...]) -> BoolArray:
+    """Return which pairs are judged by equality, [Q]. Remembered: asking 2,000 keys per segment is most of the cost."""
+    of_b = np.arange(len(dtypes))[pairs.baseline]
+    return np.array([is_exact(key, dtypes[b]) for key, b in zip(pairs.keys, of_b, strict=True)], dtype=bool)
 
 
 def rounding_floor(rows: StepRows) -> FloatArray:
@@ -225,7 +223,7 @@ def rounding_floor(rows: StepRows) -> FloatArray:
 
     Source: the project's statistics study, section 0c, item 3.
     """
-    epsilon = np.array([EPSILON.get(plain_type(dtype), 0.0) for dtype in rows.dtype])
+    epsilon = _own_epsilons(rows.dtype)
     l2, largest = rows.scalars["l2"], rows.scalars["max_abs"]
     with np.errstate(all="ignore"):
         share = np.where(l2 >= TINY, largest / l2, 0.0)

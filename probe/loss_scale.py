@@ -8,7 +8,6 @@ tolerances beyond the number it is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -61,7 +60,7 @@ def agreed_scales(baseline: StepRows, candidate: StepRows, allowed: float) -> di
     return scales
 
 
-def divisors(pairs: Alignment, keys: list[Key], scales: dict[int, float], microbatches: tuple[int, int]) -> FloatArray:
+def divisors(pairs: Alignment, scales: dict[int, float], microbatches: tuple[int, int]) -> FloatArray:
     """Return by what each paired row of the candidate is to be divided, [Q].
 
     Gradients of outputs are divided by their microbatch's factor; parameters' gradients before clipping are divided
@@ -77,8 +76,7 @@ def divisors(pairs: Alignment, keys: list[Key], scales: dict[int, float], microb
     common = factors.pop() if len(factors) == 1 else 1.0
     if microbatches[0] != microbatches[1] or len(scales) != microbatches[0]:
         common = 1.0
-    for row, cell in enumerate(pairs.cells):
-        key = keys[cell]
+    for row, key in enumerate(pairs.keys):
         if key.kind is Kind.BACKWARD or (key.kind is Kind.LOSS and key.name == MICRO_LOSS):
             divisor[row] = scales.get(key.microbatch, 1.0)
         elif key.kind is Kind.GRAD and key.item != CLIPPED:
@@ -86,21 +84,35 @@ def divisors(pairs: Alignment, keys: list[Key], scales: dict[int, float], microb
     return divisor
 
 
-def microbatches(keys: Iterable[Key]) -> int:
-    """Count the microbatches of a segment: those that have a loss, or else any row."""
-    with_loss = {key.microbatch for key in keys if key.kind is Kind.LOSS and key.microbatch != STEP_CLOCK}
-    return len(with_loss)
+def microbatches(keys: tuple[Key, ...]) -> int:
+    """Count the microbatches of a segment that have a loss."""
+    return len({key.microbatch for key in (keys[row] for row in _loss_rows(keys)) if key.microbatch != STEP_CLOCK})
 
 
 def _losses(rows: StepRows) -> dict[int, tuple[int, float, float]]:
     """Map each microbatch to the row of its loss, its factor, its value without the factor."""
     factors, found = {}, {}
-    for row, key in enumerate(rows.keys):
-        if key.kind is Kind.LOSS and key.name == LOSS_SCALE:
+    for row in _loss_rows(rows.keys):
+        key = rows.keys[row]
+        if key.name == LOSS_SCALE:
             factors[key.microbatch] = float(rows.value[row])
-        elif key.kind is Kind.LOSS and key.name == MICRO_LOSS:
+        elif key.name == MICRO_LOSS:
             found[key.microbatch] = (row, float(rows.value[row]))
     return {mb: (row, factors.get(mb, 1.0), value) for mb, (row, value) in found.items()}
+
+
+_KNOWN: list[tuple[tuple[Key, ...], tuple[int, ...]]] = []
+
+
+def _loss_rows(keys: tuple[Key, ...]) -> tuple[int, ...]:
+    """Return the rows that are losses or their factors; remembered, for segments of a run mostly have the same keys."""
+    for known, found in _KNOWN:
+        if known is keys or known == keys:
+            return found
+    found = tuple(row for row, key in enumerate(keys) if key.kind is Kind.LOSS)
+    _KNOWN.insert(0, (keys, found))
+    del _KNOWN[16:]
+    return found
 
 
 def _agree(expected: float, actual: float, allowed: float) -> bool:

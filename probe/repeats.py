@@ -86,7 +86,7 @@ def measure_repeats(captures: Sequence[CaptureLike], axes: Axes) -> Repeats:
         rows = [as_backward_got(each) for each in stop.rows]
         for (one, two), collector in pairs.items():
             aligned = catalog.align(rows[one].keys, rows[two].keys)
-            measured = measure(rows[one], rows[two], aligned, catalog.keys)
+            measured = measure(rows[one], rows[two], aligned)
             collector.add(stop.s, stop.r, measured, aligned, rows[one])
             if plain[one] and plain[two]:
                 _same_data(measured, catalog, captures[one], captures[two], stop)
@@ -98,9 +98,9 @@ def measure_repeats(captures: Sequence[CaptureLike], axes: Axes) -> Repeats:
         s_before, before = last.get(stop.r, (-1, None))
         if before is not None:
             aligned = catalog.align(before.keys, rows[0].keys)
-            shift.add(s_before, stop.r, measure(before, rows[0], aligned, catalog.keys), aligned, before)
+            shift.add(s_before, stop.r, measure(before, rows[0], aligned), aligned, before)
         aligned = catalog.align(rows[0].keys, rows[0].keys)
-        itself = measure(rows[0], rows[0], aligned, catalog.keys)
+        itself = measure(rows[0], rows[0], aligned)
         floors.append((stop, itself, rounding_floor(rows[0]), flip_floor(before, rows[0], catalog)))
         last[stop.r] = (stop.s, rows[0])
     _rotate(rotation, ranks, at, catalog)
@@ -134,8 +134,11 @@ def flip_floor(before: StepRows | None, rows: StepRows, catalog: Catalog) -> Flo
         return floor
     of_now, of_then = np.array(now, dtype=np.intp), np.array(then, dtype=np.intp)
     nothing = np.empty(0, dtype=np.intp)
-    aligned = Alignment(catalog.cells(rows.keys)[of_now], of_now, of_then, nothing, nothing, nothing)
-    update = np.nan_to_num(measure(rows, earlier, aligned, catalog.keys).difference, nan=0.0, posinf=0.0)
+    cells = catalog.cells(rows.keys)[of_now]
+    aligned = Alignment(
+        cells, tuple(rows.keys[row] for row in now), of_now, of_then, nothing, nothing, nothing, nothing
+    )
+    update = np.nan_to_num(measure(rows, earlier, aligned).difference, nan=0.0, posinf=0.0)
     numel = np.maximum(rows.numel[of_now], 1)
     floor[of_now] = np.minimum(2 / np.sqrt(numel), FLIP_SHARE) * update
     return floor
@@ -147,7 +150,7 @@ def _rotate(rotation: Collector, ranks: list[tuple[int, StepRows]], s: int, cata
         return
     for (r, mine), (_, theirs) in zip(ranks, ranks[1:] + ranks[:1], strict=True):
         aligned = catalog.align(mine.keys, theirs.keys)
-        rotation.add(s, r, measure(mine, theirs, aligned, catalog.keys), aligned, mine)
+        rotation.add(s, r, measure(mine, theirs, aligned), aligned, mine)
 
 
 def _same_data(measured: Measured, catalog: Catalog, one: CaptureLike, two: CaptureLike, stop: Stop) -> None:

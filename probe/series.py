@@ -67,12 +67,14 @@ def sibling_name(key: Key) -> tuple[str, str, str]:
     return key.kind.value, _INDEX.sub("*", key.name), key.item
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Alignment:
-    """Which rows of a baseline's segment belong to which rows of a candidate's."""
+    """Which rows of a baseline's segment belong to which rows of a candidate's. Two are equal if they are the same."""
 
     cells: IntArray
     """[Q] cell number of each pair."""
+    keys: tuple[Key, ...]
+    """[Q] key of each pair."""
     baseline: IntArray | slice
     """[Q] row in the baseline's segment."""
     candidate: IntArray | slice
@@ -83,6 +85,8 @@ class Alignment:
     """Their rows in the baseline's segment."""
     unexpected: IntArray
     """Cells in the candidate only."""
+    stand_ins: IntArray
+    """Pairs in which the baseline's unclipped gradient stands in for a clipped one."""
 
 
 class Catalog:
@@ -133,10 +137,12 @@ class Catalog:
     def _align(self, baseline: tuple[Key, ...], candidate: tuple[Key, ...]) -> Alignment:
         nothing = np.empty(0, dtype=np.intp)
         if baseline == candidate:
-            return Alignment(self.cells(baseline), slice(None), slice(None), nothing, nothing, nothing)
+            return Alignment(
+                self.cells(baseline), baseline, slice(None), slice(None), nothing, nothing, nothing, nothing
+            )
         of_baseline = {key: row for row, key in enumerate(baseline)}
         of_candidate = {key: row for row, key in enumerate(candidate)}
-        cells, left, right, missing, missing_rows, unexpected = [], [], [], [], [], []
+        cells, left, right, missing, missing_rows, unexpected, stand_ins = [], [], [], [], [], [], []
         for key, row in of_baseline.items():
             other = of_candidate.get(key, of_candidate.get(unclipped(key)))
             if other is None:
@@ -153,10 +159,13 @@ class Catalog:
             if stand_in is None:
                 unexpected.append(self.cell(key))
             else:
+                stand_ins.append(len(cells))
                 cells.append(self.cell(key))
                 left.append(stand_in)
                 right.append(row)
-        return Alignment(*(np.array(x, dtype=np.intp) for x in (cells, left, right, missing, missing_rows, unexpected)))
+        keys = tuple(self.keys[cell] for cell in cells)
+        arrays = (left, right, missing, missing_rows, unexpected, stand_ins)
+        return Alignment(np.array(cells, dtype=np.intp), keys, *(np.array(x, dtype=np.intp) for x in arrays))
 
 
 def unclipped(key: Key) -> Key:

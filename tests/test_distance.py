@@ -29,7 +29,7 @@ def segment(*rows: tuple[Key, object], dtype: str = "float32", hashed: bool = Fa
 
 def measured(baseline: StepRows, candidate: StepRows, divisor: np.ndarray | None = None) -> Measured:
     catalog = Catalog()
-    return measure(baseline, candidate, catalog.align(baseline.keys, candidate.keys), catalog.keys, divisor)
+    return measure(baseline, candidate, catalog.align(baseline.keys, candidate.keys), divisor)
 
 
 def noise(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
