@@ -230,7 +230,7 @@ GRID = CellGrid(
     steps=(1, 2, 5),
     families=("batch", "attention outputs", "norm outputs"),
     family=np.array([0, 1, 1, 2]),
-    ratio=np.array([[0.0, 0.0, 0.0], [0.2, 0.25, 0.4], [0.5, 40.0, 2.5], [0.01, np.inf, NAN]]),
+    ratio=np.array([[0.0, 0.0, 0.0], [0.2, 0.25, 0.4], [0.5, 40.0, 2.5], [0.005, np.inf, NAN]]),
     spread_ratio=np.array([[NAN, NAN, NAN], [0.1, 0.2, NAN], [0.3, 0.3, NAN], [0.2, 0.2, 0.2]]),
     rank=np.array([[0, 0, 0], [0, 1, 1], [0, 1, 1], [0, 1, -1]], dtype=np.int32),
 )

@@ -177,7 +177,7 @@ def test_a_browser_shows_the_cells_of_the_heat_map(tmp_path: Path) -> None:
         "step 1: difference / tolerance = 0.5",
         "step 2: difference / tolerance = 40",
         "step 5: difference / tolerance = 2.5",
-        "step 1: difference / tolerance = 0.01",
+        "step 1: difference / tolerance = 0.005",
         "step 2: not equal, not finite, or 1e8 x the tolerance or more",
         "step 5: not judged",
     ]
