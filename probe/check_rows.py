@@ -18,7 +18,7 @@ from probe.differences import MISSING, UNEXPECTED
 from probe.judge import NO_CHECK, Judgement
 from probe.limits import Limits
 from probe.point import STEP_CLOCK
-from probe.series import BoolArray
+from probe.series import BoolArray, FloatArray
 
 _TENSOR = "||a - b|| / ||b|| (sketch)"
 _NUMBER = "|a - b| / median |b|"
@@ -125,7 +125,7 @@ def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None)
         difference=worst.difference if worst else float("nan"),
         unit="" if worst and isinstance(worst.expected, str) else _UNIT.get(form, "absolute"),
         tolerance=worst.tolerance if worst else float("nan"),
-        spread=float(np.nanmax(spread)) if spread.size and not np.isnan(spread).all() else float("nan"),
+        spread=_spread(spread, form),
         worst=worst,
         quantities=len(set(d.index.of_cell[np.flatnonzero(there.any(axis=(0, 1)))])),
         cells=int(judged.sum()),
@@ -138,6 +138,14 @@ def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None)
         horizon=horizon,
         bound=check.bound,
     )
+
+
+def _spread(spread: FloatArray, form: str) -> float:
+    """Return the largest difference of the unmodified code with itself in the form's unit; NaN where not known."""
+    if not spread.size or np.isnan(spread).all() or form in ("abs", "rel or abs", "rel + abs"):
+        return float("nan")
+    largest = float(np.nanmax(spread))
+    return 1 + largest if form == "ratio" else largest
 
 
 def _metric(form: str, numbers: bool) -> str:
@@ -176,6 +184,7 @@ def _worst(judgement: Judgement, cells: BoolArray, check: Check) -> Worst | None
         actual=actual,
         difference=float(judgement.shown[s, r, cell]),
         tolerance=float(judgement.tolerance[s, r, cell]) if check.form != "record only" else float("nan"),
+        spread=float("nan") if judgement.exact[s, r, cell] else float(judgement.spread[s, r, cell]),
     )
 
 

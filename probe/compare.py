@@ -309,6 +309,9 @@ def _notes(
     else:
         if tolerances.assumed:
             notes.append("The baselines are bit-identical and none was perturbed: tolerances are assumed floors.")
+        code = provenance_changes.code_hash(baselines[0])
+        if code and any(run.code and run.code != code for run in tolerances.runs):
+            notes.append("The tolerances were calibrated from other code than the baseline's.")
         if len(tolerances.runs) == 2:
             notes.append("Two runs were calibrated from. Three are recommended: a spread of two can be small by luck.")
         changed = edited(tolerances, dict(zip(index.labels, index.keys, strict=True)))

@@ -63,6 +63,8 @@ class Judgement:
     """Present and not judged, for it lies beyond the horizon."""
     unknown: BoolArray
     """Present and not judged, for there is no tolerance or no check."""
+    unsettled: BoolArray
+    """Required, present, and not judged, for there is no tolerance."""
     after_data: BoolArray
     """Present and not judged, for the data differ from there on."""
 
@@ -181,6 +183,7 @@ def judge(
         lost=lost & ~after_data,
         beyond=beyond,
         unknown=unknown,
+        unsettled=unknown & required & ~exact,
         after_data=after_data,
     )
 

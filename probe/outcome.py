@@ -73,6 +73,9 @@ def decide(
     # A flipped sign of one element's update (AdamW: +-lr whatever the gradient) is seen downstream in everything.
     flipped = [judgement.flipped_step() for judgement in judgements]
     until = [None if s is None else s + 1 for s in flipped]
+    if tolerances is not None and tolerances.assumed:
+        # How re-ordered work grows from step to step was not measured, so that only the first step is beyond doubt.
+        until = [1] * len(judgements)
     far = (np.array([j.worst_series(n) for j, n in zip(judgements, until, strict=True)]) > FAR).all(axis=0)
     if tolerances is not None and int(far.sum()) >= FAR_QUANTITIES:
         reason = f"{int(far.sum())} quantities are more than {FAR:.0f} times above tolerance."
@@ -178,6 +181,14 @@ def _calm(
             d = judgement.differences
             return _cannot(
                 f"The baseline itself is not finite at {d.keys[cell].label}, step {d.steps[s]}: it cannot be compared."
+            )
+        if judgement.unsettled.any():
+            s, _, cell = (int(i) for i in np.argwhere(judgement.unsettled)[0])
+            d = judgement.differences
+            return Decision(
+                outcome=Outcome.INCONCLUSIVE,
+                reason=f"A required quantity has no tolerance: {d.keys[cell].label} at step {d.steps[s]}.",
+                more_runs="Calibrate again, with baselines that record what the candidate records.",
             )
     if gaps.ranks:
         return _cannot(gaps.ranks)

@@ -391,6 +391,35 @@ def test_other_code_with_the_same_bits_is_asked_whether_it_ran() -> None:
     assert same.notes == ("The code differs, and every recorded value is bit-identical. Did the changed code run?",)
 
 
+def test_a_required_quantity_without_a_tolerance_does_not_pass() -> None:
+    families = {what: members for what, members in TOLERANCES.families.items() if what != "loss"}
+    comparison = judged(candidate(), tolerances=replace(TOLERANCES, families=families))
+    assert comparison.outcome is Outcome.INCONCLUSIVE
+    assert comparison.reason == "A required quantity has no tolerance: loss/micro_loss at step 1."
+    assert comparison.more_runs == "Calibrate again, with baselines that record what the candidate records."
+    assert row(comparison, "loss").not_compared_why == "6 without a tolerance"
+
+
+def test_assumed_floors_call_nothing_different_that_only_shows_after_an_update() -> None:
+    base = baselines(noise=0.0)
+    assumed = calibrate(base)
+    late = run("late", noise=0.0, code="bbbb", fault=breaks(Kind.FORWARD, "blocks.0", step=2))
+    soon = run("soon", noise=0.0, code="bbbb", fault=breaks(Kind.FORWARD, "blocks.0", step=1))
+    outcomes = [compare(base, [opt], assumed).outcome for opt in (late, soon)]
+    assert outcomes == [Outcome.INCONCLUSIVE, Outcome.DIFFERENT]
+    assert compare(base, [late], assumed).more_runs == (
+        "Repeats are bit-identical: record three runs of the unmodified code with `probe record --perturb ulp:1`, "
+        "`ulp:2` and `ulp:3`, and calibrate with them."
+    )
+
+
+def test_tolerances_from_other_code_are_used_and_said_to_be() -> None:
+    runs = tuple(replace(each, code="cccc") for each in TOLERANCES.runs)
+    comparison = judged(candidate(), tolerances=replace(TOLERANCES, runs=runs))
+    assert comparison.outcome is Outcome.EQUIVALENT
+    assert comparison.notes == ("The tolerances were calibrated from other code than the baseline's.",)
+
+
 def test_only_exact_checks_that_passed_are_no_proof() -> None:
     checks = [Check(what="batch", where="in", form="exact", kinds=(Kind.BATCH,))]
     comparison = compare(BASE, [candidate()], TOLERANCES, checks=checks)
