@@ -203,3 +203,13 @@ def test_a_tensor_kept_whole_equals_the_one_that_was_summarised(tmp_path: Path) 
     assert np.linalg.norm(values.astype(np.float64)) == pytest.approx(rows.scalars["l2"][row], rel=1e-6)
     index = summary.sample_index(key.name, values.size)
     np.testing.assert_array_equal(rows.sample[row][: len(index)], values.reshape(-1)[index])
+
+
+def test_reentrant_checkpointing_keeps_the_gradients_of_inner_outputs(tmp_path: Path, plain: Capture) -> None:
+    capture = record(tmp_path / "capture", command("tiny.py", "--clip", "0.5", "--ckpt", "reentrant"), "--seed", "7")
+    rows, expected = capture.rows(0, 1), plain.rows(0, 1)
+    # The output of the first checkpoint's own inputs aside, every gradient of the plain run is there, bit for bit.
+    at, expected_at = by_label(rows), by_label(expected)
+    assert sorted(labels(rows, Kind.BACKWARD)) == sorted(labels(expected, Kind.BACKWARD))
+    for label in labels(rows, Kind.BACKWARD):
+        np.testing.assert_allclose(rows.sketch[at[label]], expected.sketch[expected_at[label]], rtol=1e-5, atol=1e-7)

@@ -14,14 +14,15 @@ import signal
 import subprocess
 import sys
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from probe.capture.session import NOTES, REQUEST, Request
 from probe.errors import CaptureError, listed
-from probe.plan import default_plan, load_plan
+from probe.plan import Plan, default_plan, load_plan
 from probe.store.folder import create_capture, write_manifest
 from probe.store.reader import Capture, open_capture
 
@@ -44,8 +45,36 @@ class RecordOptions:
     force: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Where a command runs; by default as in the shell that calls."""
+
+    folder: Path | None = None
+    """Working directory; None: the current one."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """Variables of the command, before those that make it record."""
+    log: Path | None = None
+    """File that gets what the command prints; None: it prints as it would by hand."""
+    inherit: tuple[int, ...] = ()
+    """Descriptors that stay open in the command, such as that of a lock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a launched command ended."""
+
+    status: int
+    """Its exit status; 128 + N when signal N ended it."""
+    signal: int
+    """Signal that asked this process to stop meanwhile; 0: none."""
+    capture: Capture | None
+    """What was recorded; None: nothing."""
+    notes: tuple[dict[str, Any], ...]
+    """What each process saw."""
+
+
 def record(options: RecordOptions) -> int:
-    """Run the command and record it.
+    """Run the command, record it, and say on stderr what was recorded.
 
     Returns:
         The command's own exit status; 2 if that was 0 and nothing was recorded.
@@ -55,15 +84,25 @@ def record(options: RecordOptions) -> int:
         PlanError: The plan, the steps or a selection is wrong.
     """
     plan = default_plan() if options.plan is None else load_plan(options.plan)
-    plan = plan.narrowed(steps=options.steps or None, full=options.full)
-    program = shutil.which(options.command[0])
-    if program is None:
-        raise CaptureError(
-            f"Command {options.command[0]!r} was not found on PATH. "
-            "Write the training command after `--` as it is run by hand."
-        )
+    request = make_request(options, plan.narrowed(steps=options.steps or None, full=options.full))
+    find_program(options.command[0], Surroundings())
     create_capture(options.output, force=options.force)
-    request = Request(
+    ended = launch(request)
+    if ended.capture is None:
+        print(nothing_recorded(options.output, ended.notes), file=sys.stderr)
+        _remove_if_empty(options.output)
+        return ended.status or NOTHING_RECORDED
+    print(f"probe: recorded {summary_line(ended.capture)} in {options.output}", file=sys.stderr)
+    for problem in ended.capture.problems:
+        print(f"probe: {problem}", file=sys.stderr)
+    if any(note["problem"] for note in ended.notes):
+        return ended.status or NOTHING_RECORDED
+    return ended.status
+
+
+def make_request(options: RecordOptions, plan: Plan) -> Request:
+    """Write down what the processes of one launch are asked to record; each launch has an identity of its own."""
+    return Request(
         output=str(options.output.resolve()),
         run_id=uuid.uuid4().hex,
         plan=plan.as_dict(),
@@ -73,12 +112,52 @@ def record(options: RecordOptions) -> int:
         command=options.command,
         steps=options.steps,
     )
-    status = _run(program, options.command, request)
-    return _conclude(options.output, status)
 
 
-def _environment(request: Request) -> dict[str, str]:
-    environment = dict(os.environ)
+def launch(request: Request, surroundings: Surroundings | None = None) -> Ended:
+    """Run a command to its end with a request in its environment, and open what it left.
+
+    Raises:
+        CaptureError: The command cannot be started.
+    """
+    surroundings = surroundings or Surroundings()
+    program = find_program(request.command[0], surroundings)
+    status, signalled = _run(program, request, surroundings)
+    output = Path(request.output)
+    notes = _notes(output)
+    try:
+        capture = open_capture(output)
+    except CaptureError:
+        capture = None
+    if capture is not None and not capture.ranks:
+        capture = None
+    if capture is not None and status:
+        write_manifest(output, {**capture.manifest, "exit_status": status})
+    return Ended(status=status, signal=signalled, capture=capture, notes=notes)
+
+
+def find_program(word: str, surroundings: Surroundings) -> str:
+    """Find the program that a command names: on PATH, or in the folder where it runs, or in the current one.
+
+    Raises:
+        CaptureError: There is none.
+    """
+    path = surroundings.environment.get("PATH")
+    places = [word]
+    if os.path.dirname(word) and not os.path.isabs(word):
+        # An environment such as .venv is in no revision: what the folder lacks is taken from where the user stands.
+        places = [str((surroundings.folder or Path()).absolute() / word), os.path.abspath(word)]
+    for place in places:
+        program = shutil.which(place, path=path)
+        if program is not None:
+            return program
+    raise CaptureError(
+        f"Command {word!r} was not found on PATH. Write the training command after `--` as it is run by hand."
+    )
+
+
+def _environment(request: Request, surroundings: Surroundings) -> dict[str, str]:
+    environment = dict(surroundings.environment)
     bootstrap = str(Path(__file__).parent / "bootstrap")
     earlier = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = bootstrap + (os.pathsep + earlier if earlier else "")
@@ -88,24 +167,39 @@ def _environment(request: Request) -> dict[str, str]:
     return environment
 
 
-def _run(program: str, command: tuple[str, ...], request: Request) -> int:
-    child = subprocess.Popen([program, *command[1:]], env=_environment(request))
+def _run(program: str, request: Request, surroundings: Surroundings) -> tuple[int, int]:
+    """Run the command and return its status, and the signal that came meanwhile."""
+    came: list[int] = []
+    with contextlib.ExitStack() as stack:
+        log = None if surroundings.log is None else stack.enter_context(surroundings.log.open("wb"))
+        try:
+            child = subprocess.Popen(
+                [program, *request.command[1:]],
+                env=_environment(request, surroundings),
+                cwd=surroundings.folder,
+                stdout=log,
+                stderr=None if log is None else subprocess.STDOUT,
+                pass_fds=surroundings.inherit,
+            )
+        except OSError as error:
+            raise CaptureError(f"Command {request.command[0]!r} cannot be started: {error.strerror}.") from error
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
+        def forward(number: int, frame: FrameType | None) -> None:
+            came.append(number)
+            if number != signal.SIGINT:
+                child.send_signal(number)
 
-    # An interrupt reaches the child by itself (same terminal group); the others are passed on.
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        status = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 128 - status if status < 0 else status
+        # An interrupt reaches the child by itself (same terminal group); the others are passed on.
+        before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+        try:
+            status = child.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return (128 - status if status < 0 else status), (came[0] if came else 0)
 
 
-def _notes(output: Path) -> list[dict[str, Any]]:
+def _notes(output: Path) -> tuple[dict[str, Any], ...]:
     folder = output / NOTES
     found = []
     for path in sorted(folder.glob("*.json")):
@@ -114,28 +208,7 @@ def _notes(output: Path) -> list[dict[str, Any]]:
         except (OSError, ValueError):
             continue
     shutil.rmtree(folder, ignore_errors=True)
-    return found
-
-
-def _conclude(output: Path, status: int) -> int:
-    notes = _notes(output)
-    try:
-        capture = open_capture(output)
-        recorded = bool(capture.ranks)
-    except CaptureError:
-        recorded = False
-    if not recorded:
-        print(nothing_recorded(output, notes), file=sys.stderr)
-        _remove_if_empty(output)
-        return status or NOTHING_RECORDED
-    if status:
-        write_manifest(output, {**capture.manifest, "exit_status": status})
-    print(summary_line(capture, output), file=sys.stderr)
-    for problem in capture.problems:
-        print(f"probe: {problem}", file=sys.stderr)
-    if any(note["problem"] for note in notes):
-        return status or NOTHING_RECORDED
-    return status
+    return tuple(found)
 
 
 def _remove_if_empty(output: Path) -> None:
@@ -144,19 +217,19 @@ def _remove_if_empty(output: Path) -> None:
         output.rmdir()
 
 
-def summary_line(capture: Capture, output: Path) -> str:
-    """Say in one line what a capture holds."""
+def summary_line(capture: Capture) -> str:
+    """Say in one line how much a capture holds."""
     steps = sorted({step for rank in capture.ranks for step in capture.steps(rank)})
     first = capture.ranks[0]
-    quantities = len(capture.rows(first, capture.steps(first)[-1]).keys)
-    nbytes = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+    quantities = len(capture.rows(first, capture.steps(first)[-1]).keys) if capture.steps(first) else 0
+    nbytes = sum(file.stat().st_size for file in capture.path.rglob("*") if file.is_file())
     return (
-        f"probe: recorded {_count(len(capture.ranks), 'rank')}, {_count(len(steps), 'step')}, "
-        f"{_count(quantities, 'quantity', 'quantities')} a step, {_bytes(nbytes)} in {output}"
+        f"{_count(len(capture.ranks), 'rank')}, {_count(len(steps), 'step')}, "
+        f"{_count(quantities, 'quantity', 'quantities')} a step, {_bytes(nbytes)}"
     )
 
 
-def nothing_recorded(output: Path, notes: list[dict[str, Any]]) -> str:
+def nothing_recorded(output: Path, notes: Sequence[dict[str, Any]]) -> str:
     """Say why a run left nothing: what was looked for, and what of it was seen."""
     looked_for = (
         "optimizers constructed",

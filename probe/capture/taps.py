@@ -98,7 +98,11 @@ class Taps:
         self._root = next(e.module for e in self.modules if e.name == names.ROOT and not e.wrapper)
         self._open = 0
         self._quiet_entry = False
+        self._without_graph: dict[str, list[tuple[int, int]]] = {}
+        """(microbatch, call) of the outputs that were computed with gradients off inside a training forward pass."""
         self._handles: list[Any] = []
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+        """Modules whose compiled call is wrapped, and the call as it was."""
         self._attach()
 
     # ------------------------------------------------------------------ hooking
@@ -135,12 +139,20 @@ class Taps:
 
     def _hook(self, entry: names.NamedModule) -> None:
         self._names[id(entry.module)] = (entry.name, type(entry.module).__name__)
-        self._handles.append(entry.module.register_forward_hook(self._forward))
+        if not self._ignored(entry):
+            self._handles.append(entry.module.register_forward_hook(self._forward))
+
+    def _ignored(self, entry: names.NamedModule) -> bool:
+        # What a plan leaves out is not even hooked: that a module has a hook can be what disturbs a run.
+        plan = self.recorder.plan
+        return plan.ignores(Kind.FORWARD, entry.name) and plan.ignores(Kind.BACKWARD, entry.name)
 
     def _wrap_compiled_call(self, entry: names.NamedModule) -> None:
         """Take the output of `module.compile()` outside its compiled region: its own hooks are compiled with it."""
         inner, module = entry.module._compiled_call_impl, entry.module
         self._names[id(module)] = (entry.name, type(module).__name__)
+        if entry.name != names.ROOT and self._ignored(entry):
+            return
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if entry.name == names.ROOT:
@@ -152,20 +164,32 @@ class Taps:
             return output
 
         module._compiled_call_impl = call
+        self._wrapped.append((module, inner))
+
+    def remove(self) -> None:
+        """Take all hooks off the model again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module, inner in self._wrapped:
+            module._compiled_call_impl = inner
+        self._wrapped.clear()
 
     # ------------------------------------------------------------------ entering the model
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that the outermost call of the model begins; take the batch."""
         if torch.compiler.is_compiling() or in_recompute():
             return
-        self._open += 1
         recorder = self.recorder
+        if self._open == 0 and torch.is_grad_enabled():
+            self._begin_forward()  # may close a step, which forgets open calls
+        self._open += 1
         if self._open > 1:
             return
         self._quiet_entry = not torch.is_grad_enabled()
         if self._quiet_entry:
             return
-        self._begin_forward()
+        self._without_graph.clear()
         recorder.count("training forward passes")
         if not recorder.recording:
             return
@@ -206,7 +230,10 @@ class Taps:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if in_recompute() or (self._quiet_entry if self._open else not torch.is_grad_enabled()):
+        if in_recompute():
+            self._recomputed(module, output)
+            return
+        if self._quiet_entry if self._open else not torch.is_grad_enabled():
             return
         if not self._open:
             self._begin_forward()
@@ -216,13 +243,30 @@ class Taps:
         name, cls = self._names[id(module)]
         call = recorder.next_call(Kind.FORWARD, name)
         microbatch = recorder.microbatch
-        gradient = recorder.plan.records(Kind.BACKWARD, name)
         for item, tensor in tensors_in(output):
             key = Key(kind=Kind.FORWARD, name=name, item=item, microbatch=microbatch, call=call)
             recorder.tensor(key, tensor, cls)
-            if gradient and tensor.requires_grad:
+        if torch.is_grad_enabled():
+            self._await_gradients(name, cls, microbatch, call, output)
+        else:
+            self._without_graph.setdefault(name, []).append((microbatch, call))
+
+    def _await_gradients(self, name: str, cls: str, microbatch: int, call: int, output: Any) -> None:
+        recorder = self.recorder
+        if not recorder.plan.records(Kind.BACKWARD, name):
+            return
+        for item, tensor in tensors_in(output):
+            if tensor.requires_grad:
                 key = Key(kind=Kind.BACKWARD, name=name, item=item, microbatch=microbatch, call=call)
                 tensor.register_hook(partial(self._backward, recorder.step, key, cls))
+
+    def _recomputed(self, module: nn.Module, output: Any) -> None:
+        """Await the gradients of an output whose forward ran without a graph: reentrant checkpointing builds it now."""
+        name, cls = self._names[id(module)]
+        if self.recorder.recording and self._without_graph.get(name):
+            # Segments are recomputed last first, so the latest call without a graph is this one.
+            microbatch, call = self._without_graph[name].pop()
+            self._await_gradients(name, cls, microbatch, call, output)
 
     def _backward(self, step: int, key: Key, where: str, gradient: torch.Tensor) -> None:
         recorder = self.recorder
