@@ -96,10 +96,9 @@ def test_the_same_seed_gives_the_same_losses_and_the_same_weights(runs: Path) ->
     assert steps == [1, 2]
 
 
-def test_another_run_id_gives_other_losses_and_other_weights(runs: Path) -> None:
-    names = ("plain", "noise-1", "noise-2")
-    assert len({tuple(losses(runs, name)) for name in names}) == 3
-    assert len({weights(runs, name) for name in names}) == 3
+def test_another_run_id_gives_other_weights(runs: Path) -> None:
+    # Not always another loss: in fp32 the noise of 20,000 outputs averages out below the loss's own precision.
+    assert len({weights(runs, name) for name in ("plain", "noise-1", "noise-2")}) == 3
 
 
 def test_noise_moves_the_loss_by_rounding_only(runs: Path) -> None:
