@@ -55,7 +55,9 @@ def widen(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         float32 of the same shape for bf16 and fp8, exactly; any other type as it is.
     """
     if dtype == "bfloat16":
-        return np.asarray((bits.astype(np.uint32) << 16).view(np.float32))
+        wide = bits.astype(np.uint32, order="C")
+        wide <<= 16
+        return wide.view(np.float32)
     if dtype == "float8_e5m2":
         return np.asarray((bits.astype(np.uint16) << 8).view(np.float16).astype(np.float32))
     if dtype == "float8_e8m0fnu" or dtype in _EIGHT_BITS:

@@ -234,27 +234,32 @@ def _dataset(segment: Segment, link: bytes) -> tuple[Any, str]:
 def _tensor(segment: Segment, link: bytes) -> FullTensor:
     dataset, dtype = _dataset(segment, link)
     bits = np.empty(dataset.shape, dtype=BITS[dtype])
-    flat, at = bits.reshape(-1), 0
-    for block in _blocks(segment, link, PIECE):
-        flat[at : at + len(block)] = block
-        at += len(block)
+    for _ in _pieces(segment, link, dataset, bits.reshape(-1).view(np.uint8).data, PIECE):
+        pass
     return FullTensor(bits=bits, dtype=dtype)
 
 
 def _blocks(segment: Segment, link: bytes, nbytes: int) -> Iterator[npt.NDArray[Any]]:
-    """Read contiguous data directly: HDF5 has said where it lies, and the guard that it lies inside the file."""
     dataset, dtype = _dataset(segment, link)
-    count, item = int(np.prod(dataset.shape, dtype=np.int64)), np.dtype(BITS[dtype]).itemsize
-    per_block = max(1, nbytes // item)
+    item = np.dtype(BITS[dtype]).itemsize
+    for piece in _pieces(segment, link, dataset, None, max(1, nbytes // item) * item):
+        yield np.frombuffer(piece, dtype=BITS[dtype])
+
+
+def _pieces(
+    segment: Segment, link: bytes, dataset: Any, into: memoryview | None, nbytes: int
+) -> Iterator[memoryview | bytearray]:
+    """Read contiguous data directly: HDF5 has said where it lies, and the guard that it lies inside the file."""
+    total = int(np.prod(dataset.shape, dtype=np.int64)) * dataset.get_type().get_size()
     digest = xxhash.xxh3_128()
     with open(segment.path, "rb", buffering=0) as file:
-        for start in range(0, count, per_block):
-            block = np.empty(min(per_block, count - start), dtype=BITS[dtype])
-            view = block.view(np.uint8).data
-            if os.preadv(file.fileno(), [view], dataset.get_offset() + start * item) != len(view):
+        for start in range(0, total, nbytes):
+            length = min(nbytes, total - start)
+            piece = bytearray(length) if into is None else into[start : start + length]
+            if os.preadv(file.fileno(), [piece], dataset.get_offset() + start) != length:
                 raise CaptureFormatError(f"Segment {segment.path} is truncated. {AGAIN}.")
-            digest.update(view)
-            yield block
+            digest.update(piece)
+            yield piece
     if digest.hexdigest() != segment.text(dataset, "xxh3_128"):
         raise CaptureFormatError(
             f"Segment {segment.path} is damaged: tensor {link.decode()!r} does not have its digest. {AGAIN}."
