@@ -78,6 +78,8 @@ class Worst:
     actual: float | str
     difference: float
     tolerance: float
+    spread: float = float("nan")
+    """Difference of the unmodified code with itself at this step and series; NaN if not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

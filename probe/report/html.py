@@ -168,6 +168,8 @@ def _cells(check: CheckResult) -> tuple[str, ...]:
         verdict += f'<br><span class="worst">worst: {escape(words.worst(check.worst))}</span>'
     if words.not_compared(check):
         verdict += f'<br><span class="worst">{escape(words.not_compared(check))}</span>'
+    if words.horizon(check):
+        verdict += f'<br><span class="worst">{words.horizon(check)}</span>'
     remarks = ["assumed"] * check.assumed + ["vacuous"] * check.vacuous
     if not math.isnan(check.smallest_detectable):
         remarks.append(f"sees {words.detectable(check)}")

@@ -132,10 +132,8 @@ def _not_judged(comparison: Comparison) -> Iterator[str]:
             lines.append(f"{_escaped(check.what)}: recorded only")
         if words.not_compared(check):
             lines.append(f"{_escaped(check.what)}: {_escaped(words.not_compared(check))}")
-        if check.horizon is not None:
-            lines.append(
-                f"{_escaped(check.what)}: judged up to step {check.horizon}, where unmodified runs drift apart"
-            )
+        if words.horizon(check):
+            lines.append(f"{_escaped(check.what)}: {words.horizon(check)}")
     coverage = comparison.coverage
     for title, names in (
         ("Only in the baseline", coverage.missing),
@@ -165,8 +163,8 @@ def _pairs(comparison: Comparison) -> Iterator[str]:
     rows = (
         (
             pair.relation,
-            _code(pair.first),
-            _code(pair.second),
+            _code(PurePath(pair.first).name),
+            _code(PurePath(pair.second).name),
             words.number(pair.ratio),
             _code(pair.where) if pair.where else "",
         )

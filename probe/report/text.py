@@ -66,7 +66,7 @@ def report_lines(comparison: Comparison, *, everything: bool = False, width: int
         list(_coverage(comparison, most, width)),
         list(_listed("Differences between the arms", comparison.provenance_changes, most, width)),
         list(_listed("Notes", comparison.notes, most, width)),
-        list(_pairs(comparison, width)),
+        list(_pairs(comparison, everything, width)),
         list(_runs(comparison, width)),
         list(_listed("Runs to add", (comparison.more_runs,) if comparison.more_runs else (), most, width)),
         [Line(text, _STYLES.get(comparison.outcome, "bold yellow")) for text in [words.sentence(comparison)]],
@@ -130,8 +130,8 @@ def _details(check: CheckResult, everything: bool, width: int) -> Iterator[Line]
     if everything:
         yield from _wrapped(f"judged: {words.counts(check)}, {check.form}", width)
         yield from _wrapped(f"metric: {check.metric}", width)
-    if check.horizon is not None:
-        yield from _wrapped(f"horizon: judged up to step {check.horizon}", width)
+    if words.horizon(check):
+        yield from _wrapped(words.horizon(check), width)
     if words.not_compared(check):
         yield from _wrapped(words.not_compared(check), width)
 
@@ -179,14 +179,20 @@ def _listed(title: str, texts: tuple[str, ...], most: int, width: int) -> Iterat
         yield Line(f"  and {len(texts) - most:,} more (--all shows them)")
 
 
-def _pairs(comparison: Comparison, width: int) -> Iterator[Line]:
+def _pairs(comparison: Comparison, everything: bool, width: int) -> Iterator[Line]:
+    """Show the pairs of runs: the largest of each relation, or all of them."""
     if len(comparison.pairs) < 2:
         return
-    yield Line("Largest difference / tolerance of each pair of runs:")
-    for pair in sorted(comparison.pairs, key=lambda pair: pair.relation):
-        ratio = words.NOTHING if math.isnan(pair.ratio) else words.number(pair.ratio)
-        where = f" at {pair.where}" if pair.where else ""
-        yield from _wrapped(f"{pair.relation}, {pair.first} and {pair.second}: {ratio}{where}", width)
+    yield Line("Largest difference / tolerance between runs:")
+    for relation in dict.fromkeys(sorted(pair.relation for pair in comparison.pairs)):
+        pairs = [pair for pair in comparison.pairs if pair.relation == relation]
+        pairs.sort(key=lambda pair: -1.0 if math.isnan(pair.ratio) else pair.ratio, reverse=True)
+        for pair in pairs if everything else pairs[:1]:
+            ratio = words.NOTHING if math.isnan(pair.ratio) else words.number(pair.ratio)
+            where = f" at {pair.where}" if pair.where else ""
+            of = "" if everything or len(pairs) == 1 else f" (the largest of {len(pairs)})"
+            names = f"{PurePath(pair.first).name} and {PurePath(pair.second).name}"
+            yield from _wrapped(f"{relation}, {names}: {ratio}{where}{of}", width)
 
 
 def _runs(comparison: Comparison, width: int) -> Iterator[Line]:
@@ -207,11 +213,18 @@ def _runs(comparison: Comparison, width: int) -> Iterator[Line]:
         yield Line(text, "" if number else "bold")
         for problem in problems[number]:
             yield from _wrapped(f"problem: {problem}", width)
-    arms: dict[str, list[str]] = {}
-    for run in comparison.runs:
-        if run.command and run.arm not in arms.setdefault(run.command, []):
-            arms[run.command].append(run.arm)
-    for command, names in arms.items():
-        yield from _wrapped(f"Command ({' and '.join(names)}): {command}", width, "")
+    yield from _commands(comparison, width)
     if comparison.tolerances:
         yield Line(f"Tolerances: {comparison.tolerances}")
+
+
+def _commands(comparison: Comparison, width: int) -> Iterator[Line]:
+    """Show the first run's command, and of the others by what they differ from it."""
+    runs = [run for run in comparison.runs if run.command]
+    if not runs:
+        return
+    yield from _wrapped(f"Command: {runs[0].command}", width, "")
+    for run in runs[1:]:
+        change = words.command_change(runs[0].command, run.command)
+        if change:
+            yield from _wrapped(f"{PurePath(run.path).name or run.run_id}: {change}", width)
