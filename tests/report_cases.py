@@ -50,13 +50,14 @@ ATTENTION = CheckResult(
     difference=0.0041,
     unit="relative",
     tolerance=0.0123,
-    spread=0.00411,
+    spread=0.00777,
     worst=Worst(
         place=Place(step=4, rank=1, kind=Kind.FORWARD, name="blocks.3.attn", item="[0]", microbatch=0, order=117),
         expected=12.3456,
         actual=12.3391,
         difference=0.0041,
         tolerance=0.0123,
+        spread=0.00411,
     ),
     quantities=4,
     cells=1240,
@@ -129,6 +130,7 @@ RUN = RunSummary(
 )
 CANDIDATE = replace(
     RUN,
+    command="accelerate launch --num_processes 2 train.py --lr 1e-4 --fused",
     arm="candidate",
     path="captures/opt-0",
     run_id="c0",
@@ -146,8 +148,15 @@ PASSING = Comparison(
     coverage=COVERAGE,
     runs=(RUN, replace(RUN, path="captures/base-1", run_id="b1"), CANDIDATE),
     pairs=(
-        PairSummary(first="base-0", second="opt-0", relation="cross pair", ratio=0.33, where="blocks.3.attn, step 4"),
-        PairSummary(first="base-0", second="base-1", relation="baseline pair", ratio=0.31, where=""),
+        PairSummary(
+            first="captures/base-0",
+            second="captures/opt-0",
+            relation="cross pair",
+            ratio=0.33,
+            where="blocks.3.attn, step 4",
+        ),
+        PairSummary(first="captures/base-1", second="captures/opt-0", relation="cross pair", ratio=0.2, where="loss"),
+        PairSummary(first="captures/base-0", second="captures/base-1", relation="baseline pair", ratio=0.31, where=""),
     ),
     tolerances="tolerances/job.toml",
 )
@@ -163,6 +172,7 @@ ABOVE = replace(
         actual=12.6012,
         difference=0.213,
         tolerance=0.0123,
+        spread=0.00411,
     ),
 )
 NOT_FINITE = replace(

@@ -57,7 +57,7 @@ def test_a_check_and_a_divergence_become_these_objects() -> None:
             "unit": "relative",
             "tolerance": 0.0123,
             "form": "calibrated",
-            "spread": 0.00411,
+            "spread": 0.00777,
             "worst": {"step": 1, "rank": 1, "name": "blocks.2.attn", "expected": 12.3456, "actual": 12.6012},
             "cells": 1240,
             "above": 31,

@@ -42,7 +42,7 @@ probe record -o captures/base-0 --seed 42 --steps 1-5 -- accelerate launch --num
 probe record -o captures/base-1 --seed 42 --steps 1-5 -- accelerate launch --num_processes 2 train.py --lr 1e-4
 probe calibrate captures/base-0 captures/base-1 -o tolerances/job.toml
 # candidate, commit ce9f454b00 + changes
-probe record -o captures/opt-0 --seed 42 --steps 1-5 -- accelerate launch --num_processes 2 train.py --lr 1e-4
+probe record -o captures/opt-0 --seed 42 --steps 1-5 -- accelerate launch --num_processes 2 train.py --lr 1e-4 --fused
 probe diff captures/base-0 captures/base-1 --candidate captures/opt-0 -t tolerances/job.toml
 ```
 

@@ -28,15 +28,16 @@ expected, actual: the values themselves; for tensors, their l2 norms.
 
 Coverage: 5,040 values matched; nothing unmatched.
 
-Largest difference / tolerance of each pair of runs:
+Largest difference / tolerance between runs:
   baseline pair, base-0 and base-1: 0.31
-  cross pair, base-0 and opt-0: 0.33 at blocks.3.attn, step 4
+  cross pair, base-0 and opt-0: 0.33 at blocks.3.attn, step 4 (the largest of 2)
 
 Arm        Run     Ranks   Steps  Commit                Seed
 baseline   base-0  2 of 2  1-5    0391d1c7aa            42
 baseline   base-1  2 of 2  1-5    0391d1c7aa            42
 candidate  opt-0   2 of 2  1-5    ce9f454b00 + changes  42
-Command (baseline and candidate): accelerate launch --num_processes 2 train.py --lr 1e-4
+Command: accelerate launch --num_processes 2 train.py --lr 1e-4
+  opt-0: with --fused
 Tolerances: tolerances/job.toml
 
 Equivalent: The closest call is attention outputs, at 33 % of its tolerance (step 4, rank 1, blocks.3.attn)."""
@@ -54,7 +55,7 @@ LoRA parameters of every block after step
   8 values not compared (no quantity of this check is in both arms)
 norm outputs                   0.41 %     1.23 %~           0.411 %    0.61 %  within
   worst: step 4, rank 1, blocks.3.attn[0]: expected 12.35, actual 12.34
-  horizon: judged up to step 3
+  some quantities are judged up to step 3 only, for unmodified runs drift apart after it
 batch                       identical       exact 0 (bit-identical)         -  identical
 state, not judged                   -        none                 -         -  recorded only
 
@@ -89,7 +90,8 @@ Arm        Run     Ranks   Steps  Commit                Seed
 baseline   base-0  2 of 2  1-5    0391d1c7aa            42
 candidate  opt-0   2 of 2  1-5    ce9f454b00 + changes  42
   problem: rank 1 was not closed cleanly, last step 5
-Command (baseline and candidate): accelerate launch --num_processes 2 train.py --lr 1e-4
+Command: accelerate launch --num_processes 2 train.py --lr 1e-4
+  opt-0: with --fused
 Tolerances: tolerances/job.toml
 
 Different: 3 quantities are more than 10 times above tolerance. The first divergence is blocks.2.attn."""
@@ -118,7 +120,8 @@ Arm        Run     Ranks   Steps  Commit                Seed
 baseline   base-0  2 of 2  1-5    0391d1c7aa            42
 candidate  opt-0   2 of 2  1-5    ce9f454b00 + changes  42
   problem: rank 1 was not closed cleanly, last step 5
-Command (baseline and candidate): accelerate launch --num_processes 2 train.py --lr 1e-4
+Command: accelerate launch --num_processes 2 train.py --lr 1e-4
+  opt-0: with --fused
 Tolerances: tolerances/job.toml
 
 Runs to add:
@@ -138,7 +141,8 @@ Coverage: 0 values matched; nothing unmatched.
 Arm        Run     Ranks   Steps  Commit                Seed
 baseline   base-0  2 of 2  1-5    0391d1c7aa            42
 candidate  opt-0   2 of 2  1-5    ce9f454b00 + changes  42
-Command (baseline and candidate): accelerate launch --num_processes 2 train.py --lr 1e-4
+Command: accelerate launch --num_processes 2 train.py --lr 1e-4
+  opt-0: with --fused
 
 Not comparable: No check compared anything."""
 

@@ -68,6 +68,40 @@ def test_what_a_check_could_have_seen_is_any_change_where_it_is_exact() -> None:
     assert found == ["any", "0.61 %", "-"]
 
 
+def test_the_spread_shown_is_that_of_the_place_whose_tolerance_is_shown() -> None:
+    assert ATTENTION.worst is not None
+    silent = replace(ATTENTION, worst=replace(ATTENTION.worst, spread=0.0))
+    unknown = replace(ATTENTION, worst=replace(ATTENTION.worst, spread=NAN))
+    assert [words.spread(check) for check in (ATTENTION, silent, unknown, BATCH)] == [
+        "0.411 %",
+        "0",
+        "0.777 %",
+        "0 (bit-identical)",
+    ]
+
+
+def test_a_horizon_says_up_to_where_and_why() -> None:
+    assert [words.horizon(replace(ATTENTION, horizon=step)) for step in (None, 0, 3)] == [
+        "",
+        "some quantities are judged at no step, for unmodified runs drift apart from the first",
+        "some quantities are judged up to step 3 only, for unmodified runs drift apart after it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("other", "change"),
+    [
+        ("t.py --id 0 --lr 1", ""),
+        ("t.py --id 3 --lr 1", "--id 3 instead of --id 0"),
+        ("t.py --id 0 --lr 1 --fused", "with --fused"),
+        ("t.py --lr 1", "without --id 0"),
+        ("u.py --id 0 --lr 2", "u.py instead of t.py; --lr 2 instead of --lr 1"),
+    ],
+)
+def test_a_command_is_described_by_what_it_changes(other: str, change: str) -> None:
+    assert words.command_change("t.py --id 0 --lr 1", other) == change
+
+
 def test_what_was_not_compared_says_how_much_and_why() -> None:
     checks = [LONG, replace(LONG, not_compared=1, not_compared_why=""), replace(STATE, not_compared=9), BATCH]
     assert [words.not_compared(check) for check in checks] == [
