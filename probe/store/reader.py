@@ -253,10 +253,12 @@ def _pieces(
     total = int(np.prod(dataset.shape, dtype=np.int64)) * dataset.get_type().get_size()
     digest = xxhash.xxh3_128()
     with open(segment.path, "rb", buffering=0) as file:
+        if total:
+            file.seek(dataset.get_offset())
         for start in range(0, total, nbytes):
             length = min(nbytes, total - start)
             piece = bytearray(length) if into is None else into[start : start + length]
-            if os.preadv(file.fileno(), [piece], dataset.get_offset() + start) != length:
+            if file.readinto(piece) != length:
                 raise CaptureFormatError(f"Segment {segment.path} is truncated. {AGAIN}.")
             digest.update(piece)
             yield piece
