@@ -91,6 +91,10 @@ class Plan:
             return False
         return not matches(patterns_by_kind(self.exclude)[kind], name, item)
 
+    def ignores(self, kind: Kind, name: str) -> bool:
+        """Say whether nothing of a point is recorded, whatever its items are: such a point needs no hook."""
+        return kind not in self.kinds or matches(patterns_by_kind(self.exclude)[kind], name, "")
+
     def keeps(self, kind: Kind, name: str, item: str = "") -> bool:
         """Say whether a quantity's tensor is kept whole."""
         return bool(self.full) and matches(patterns_by_kind(self.full)[kind], name, item)
