@@ -23,6 +23,7 @@ from probe.report.grid import CellGrid, encoded
 from probe.report.markdown import reproduce
 from probe.report.page import LEVELS, SCRIPT, STYLE
 from probe.report.plots import distribution, ratio_over_steps
+from probe.report.tree import module_tree
 
 _TONE = {Outcome.EQUIVALENT: "good", Outcome.DIFFERENT: "bad"}
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -72,7 +73,11 @@ def to_html(comparison: Comparison, grid: CellGrid | None = None) -> str:
         '<p><label for="filter">Filter by name</label><br><input type="search" id="filter" autocomplete="off" '
         'placeholder="e.g. blocks.3 or attention"></p>',
         _table(comparison),
-        *([_plots(grid), _heat_map(comparison, grid)] if grid is not None and plotted else []),
+        *(
+            [_plots(grid), _heat_map(comparison, grid), module_tree(grid, comparison.first_divergence)]
+            if grid is not None and plotted
+            else []
+        ),
         _coverage(comparison),
         _list("Differences between the arms", comparison.provenance_changes),
         _list("Notes", comparison.notes),

@@ -43,6 +43,8 @@ padding:0 6px;font-size:.75rem;line-height:20px;z-index:1}
 .none{background:repeating-linear-gradient(45deg,transparent 0 3px,var(--line) 3px 4px)}
 .scale{display:flex;flex-wrap:wrap;gap:4px 12px;font-size:.8rem;color:var(--soft);margin:8px 0}
 .scale i{display:inline-block;width:14px;height:14px;border-radius:3px;vertical-align:-2px;margin-right:4px}
+.tree,.tree ul{list-style:none;padding-left:18px;margin:2px 0}.tree{padding-left:0}.tree i{display:inline-block;
+width:12px;height:12px;border-radius:3px;vertical-align:-1px;margin-right:6px}
 pre{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 12px;overflow-x:auto}
 ul{margin:6px 0;padding-left:20px}summary{cursor:pointer}.tip{min-height:1.6em}
 :root{--label:300px}
@@ -55,6 +57,12 @@ table.stack td::before{content:attr(data-label);color:var(--soft);font-size:.8re
 
 LEVELS = (1e-2, 1e-1, 0.3, 0.6, 1.0, 3.0, 10.0, 100.0)
 """Upper ends of the heat map's colours in difference / tolerance; above the last is one more. Up to 1 they are blue."""
+
+
+def level(ratio: float) -> int:
+    """Return the number of a ratio's colour, as the script does."""
+    return next((number for number, most in enumerate(LEVELS) if ratio <= most), len(LEVELS))
+
 
 SCRIPT = """
 "use strict";
