@@ -1,4 +1,4 @@
-"""The command line: `probe record`, `calibrate`, `diff` and `show`.
+"""The command line: `probe record`, `calibrate`, `diff` and `show`; `probe.cli_protocols` adds the whole protocols.
 
 Commands turn arguments into calls and results into exit statuses; everything heavy is imported inside them, so that
 `probe --help` answers at once and comparing never imports torch. Results go to stdout, progress and warnings to stderr.
@@ -14,14 +14,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from probe import cli_protocols
+from probe.cli_output import Reports, github_summary, refuse_overwriting, show_comparison
 from probe.errors import IncomparableError, NotEquivalentError, ProbeError
-
-if TYPE_CHECKING:
-    from probe.comparison import Comparison
 
 COULD_NOT_TELL = 2
 INTERRUPTED = 130
@@ -275,21 +273,8 @@ def diff(
             click.echo(to_json(incomparable(str(error))))
         raise
     comparison = replace(comparison, tolerances="" if tolerances is None else str(tolerances))
-    if as_json:
-        from probe.report.machine import to_json
-
-        click.echo(to_json(comparison))
-    else:
-        from probe.report.text import print_comparison
-
-        print_comparison(comparison, everything=everything)
-    _write_reports(comparison, markdown=markdown, junit=junit, summary=summary)
-    if report is not None:
-        from probe.report.grid import grid_of
-        from probe.report.html import to_html
-
-        _write(report, to_html(comparison, grid_of(judgements, checks)))
-    return comparison.outcome.exit_status
+    reports = Reports(report=report, markdown=markdown, junit=junit, summary=summary)
+    return show_comparison(comparison, judgements, checks, reports, as_json=as_json, everything=everything)
 
 
 def arms(captures: tuple[Path, ...], candidates: tuple[Path, ...]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
@@ -304,59 +289,6 @@ def arms(captures: tuple[Path, ...], candidates: tuple[Path, ...]) -> tuple[tupl
         f"{len(captures)} captures are given, and nothing says which are candidates. "
         "Write 'probe diff BASE... --candidate CAND...'."
     )
-
-
-def refuse_overwriting(outputs: Sequence[Path], *, force: bool) -> None:
-    """Refuse to replace files, before any work is done.
-
-    Raises:
-        ProbeError: One of the files exists and `force` is not set.
-    """
-    for path in outputs:
-        if path.is_dir():
-            raise ProbeError(f"Output {path} is a folder. Name a file.")
-        if path.exists() and not force:
-            raise ProbeError(f"File {path} exists already. Choose another name, or replace it with --force.")
-
-
-def github_summary() -> Path:
-    """Return the file that GitHub Actions shows as the step's summary.
-
-    Raises:
-        ProbeError: The command does not run in a GitHub Actions step.
-    """
-    path = os.environ.get("GITHUB_STEP_SUMMARY", "")
-    if not path:
-        raise ProbeError(
-            "Option --github needs the environment variable GITHUB_STEP_SUMMARY, which is not set. "
-            "GitHub Actions sets it; elsewhere use --markdown FILE."
-        )
-    return Path(path)
-
-
-def _write_reports(comparison: Comparison, *, markdown: Path | None, junit: Path | None, summary: Path | None) -> None:
-    if markdown is not None or summary is not None:
-        from probe.report.markdown import to_markdown
-
-        text = to_markdown(comparison)
-        if markdown is not None:
-            _write(markdown, text)
-        if summary is not None:
-            _write(summary, text + "\n", mode="a")
-    if junit is not None:
-        from probe.report.junit import to_junit
-
-        _write(junit, to_junit(comparison))
-
-
-def _write(path: Path, text: str, mode: str = "w") -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open(mode, encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise ProbeError(f"Report {path} cannot be written: {error.strerror}.") from error
-    click.echo(f"Report is in {path}.", err=True)
 
 
 @main.command(context_settings=_HELP)
@@ -379,3 +311,6 @@ def show(capture: Path, name: str, step: int | None, rank: int | None, as_json: 
     from probe.store.reader import open_capture
 
     return show_capture(open_capture(capture), name, step=step, rank=rank, as_json=as_json, names=names)
+
+
+main.add_command(cli_protocols.verify)
