@@ -58,7 +58,7 @@ def verify(
     force: bool,
     command: tuple[str, ...],
 ) -> int:
-    """Run two versions of the code, calibrate, and compare them.
+    """Run two versions of the code, and compare them.
 
     A revision runs in a git worktree of its own, a folder as it is; each imports its own code, which is checked.
     Interrupted, the same command goes on where it stopped. Exit status: 0 equivalent, 1 different, 2 could not tell.

@@ -278,7 +278,7 @@ def test_help_has_a_summary_and_an_example_for_every_command() -> None:
         "  diff       Compare runs: is the candidate equivalent to the baseline?\n"
         "  record     Run a training command and record what it computes.\n"
         "  show       Show what a capture holds: ranks, steps, quantities, values.\n"
-        "  verify     Run two versions of the code, calibrate, and compare them.\n"
+        "  verify     Run two versions of the code, and compare them.\n"
     )
     for command in COMMANDS:
         text = CliRunner().invoke(cli.main, [command, "-h"])
