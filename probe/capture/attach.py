@@ -78,6 +78,8 @@ class Attachment:
         self._versions: dict[str, tuple[int, int]] = {}
         self._stepped: list[int] = []
         """Optimizers that stepped in the current step."""
+        self.explicit_steps = False
+        """`probe.step` ends the steps, not the optimizer."""
         self._cycle: set[int] | None = None
         """Optimizers that stepped in the step before; None until one step is over."""
 
@@ -309,6 +311,8 @@ class Attachment:
     def _finish_step(self) -> None:
         self._cycle = set(self._stepped)
         self._stepped.clear()
+        if self.explicit_steps:
+            return
         self._versions.clear()
         for taps in self.taps:
             taps.settle()
@@ -316,6 +320,12 @@ class Attachment:
         recorder.next_step()
         if recorder.recording and not recorder.previous_recorded:
             self._initial_parameters()
+
+    def end_step(self) -> None:
+        """End the step because the training code says so; from now on the optimizer does not end steps."""
+        self.explicit_steps = True
+        self._finish_step()
+        self.recorder.next_step()
 
     def close(self) -> None:
         """End recording at the end of the process."""

@@ -9,26 +9,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from probe.capture import session
 from probe.point import Key, Kind
 
+if TYPE_CHECKING:
+    from probe.capture.attach import Attachment
 
-def _attachment() -> Any:
+
+def _attachment() -> Attachment | None:
     attached = session.attachment()
-    if attached is None and "torch" in sys.modules:
-        request = session.read_request()
-        if request is not None:
-            session.begin(request)
-            attached = session.attachment()
-    return attached
+    return attached if attached is not None and attached.mine() else None
 
 
 def enabled() -> bool:
     """Tell whether a value given now would be recorded."""
     attached = _attachment()
-    return attached is not None and attached.mine() and attached.recorder.recording
+    return attached is not None and attached.recorder.recording
 
 
 def _call_site() -> str:
@@ -41,9 +39,10 @@ def _call_site() -> str:
 
 def record(name: str, value: Any, note: str = "") -> None:
     """Record a value; see `probe.record`."""
-    if enabled():
+    attached = _attachment()
+    if attached is not None and attached.recorder.recording:
         where = _call_site() + (f" ({note})" if note else "")
-        _record(session.attachment(), name, "", value, where)
+        _record(attached, name, "", value, where)
 
 
 def record_lazy(name: str, value: Callable[[], Any], note: str = "") -> None:
@@ -52,7 +51,7 @@ def record_lazy(name: str, value: Callable[[], Any], note: str = "") -> None:
         record(name, value(), note)
 
 
-def _record(attached: Any, name: str, item: str, value: Any, where: str) -> None:
+def _record(attached: Attachment, name: str, item: str, value: Any, where: str) -> None:
     import torch
 
     recorder = attached.recorder
@@ -81,5 +80,49 @@ def _record(attached: Any, name: str, item: str, value: Any, where: str) -> None
 def flush() -> None:
     """Wait until every finished step is on disk."""
     attached = _attachment()
-    if attached is not None and attached.mine():
+    if attached is not None:
         attached.recorder.drain()
+
+
+def step() -> None:
+    """End the current step; see `probe.step`."""
+    attached = _attachment()
+    if attached is not None:
+        attached.end_step()
+
+
+def tap(name: str, tensor: Any) -> Any:
+    """Record a tensor and its gradient; see `probe.tap`."""
+    import torch
+
+    from probe.capture import compiled_tap
+
+    if torch.compiler.is_compiling():
+        return compiled_tap.tap(tensor, name)
+    attached = _attachment()
+    if attached is None or not attached.recorder.recording:
+        return tensor
+    keep(name, tensor, _call_site())
+    if tensor.requires_grad and torch.is_grad_enabled():
+        recorder = attached.recorder
+        step, microbatch = recorder.step, recorder.microbatch
+
+        def on_gradient(gradient: torch.Tensor) -> None:
+            if recorder.recording and recorder.step == step:
+                keep(f"{name}.gradient", gradient, "", microbatch)
+
+        tensor.register_hook(on_gradient)
+    return tensor
+
+
+def keep(name: str, tensor: Any, where: str, microbatch: int | None = None) -> None:
+    """Record one tensor under a name given by the training code."""
+    attached = _attachment()
+    if attached is None:
+        return
+    recorder = attached.recorder
+    call = recorder.next_call(Kind.EXPLICIT, name)
+    key = Key(
+        kind=Kind.EXPLICIT, name=name, microbatch=recorder.microbatch if microbatch is None else microbatch, call=call
+    )
+    recorder.tensor(key, tensor, where, exact=False)

@@ -8,12 +8,14 @@ of the modules in `sys.modules`. Runs once, on rank 0's writer thread. This modu
 from __future__ import annotations
 
 import datetime
+import getpass
 import hashlib
 import os
 import platform
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from probe.capture.session import REQUEST, Request
 from probe.store.layout import FORMAT_CAPTURE, FORMAT_VERSION
 
 ENVIRONMENT = (
-    "CUDA_", "CUBLAS_", "NCCL_", "OMP_", "MKL_", "GOMP_", "KMP_", "ATEN_", "ONEDNN_", "TORCH", "PYTORCH_",
+    "CUDA_", "CUBLAS_", "NCCL_", "OMP_", "MKL_", "GOMP_", "KMP_", "ATEN_", "ONEDNN_", "TORCH_",
+    "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_",
     "ACCELERATE_", "DIFFSYNTH_", "HF_HUB_OFFLINE", "TRANSFORMERS_", "XFORMERS_", "FLASH_", "TRITON_", "NVIDIA_TF32",
     "PYTHONHASHSEED", "RANK", "WORLD_SIZE", "LOCAL_RANK",
 )  # fmt: skip
@@ -93,7 +96,7 @@ def job_files() -> list[Path]:
     package."""
     apart = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     apart.append(os.path.dirname(os.path.abspath(probe.__file__)))
-    roots = tuple(os.path.realpath(path) + os.sep for path in apart)
+    roots = tuple(os.path.realpath(path) + os.sep for path in (*apart, *generated_folders()))
     found = set()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -102,6 +105,14 @@ def job_files() -> list[Path]:
             if not path.startswith(roots) and f"{os.sep}site-packages{os.sep}" not in path and os.path.isfile(path):
                 found.add(Path(path))
     return sorted(found)
+
+
+def generated_folders() -> list[str]:
+    """List the folders of kernels that Inductor and Triton generate: their identity is that of the code they come from."""
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if not inductor:
+        inductor = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    return [inductor, os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton")]
 
 
 def _file_hash(path: Path) -> str:

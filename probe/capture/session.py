@@ -133,6 +133,19 @@ def attachment() -> Attachment | None:
     return _attachment
 
 
+_begun = False
+
+
+def begin_once() -> None:
+    """Begin recording if this process was asked to and has not begun yet."""
+    global _begun
+    if not _begun:
+        _begun = True
+        request = read_request()
+        if request is not None:
+            begin(request)
+
+
 def begin(request: Request) -> None:
     """Prepare this process: seed it, and attach as soon as torch is there."""
     if request.seed is not None:

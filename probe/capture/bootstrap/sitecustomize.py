@@ -26,9 +26,7 @@ def _probe_begin() -> None:
         spec.loader.exec_module(probe)
     from probe.capture import session
 
-    request = session.read_request()
-    if request is not None:
-        session.begin(request)
+    session.begin_once()
 
 
 def _probe_chain() -> None:
