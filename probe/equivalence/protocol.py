@@ -1,0 +1,168 @@
+"""The whole protocol in one process: baseline, perturbed repeats, calibration, candidate, verdict.
+
+Where a red result could be chance, more repeats are run at once, so that a test is either red or green. This module
+must not know pytest, and must not print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from probe.calibrate import calibrate
+from probe.capture.perturb import Perturbation
+from probe.check import Check
+from probe.compare import compare_cells
+from probe.comparison import Comparison, Outcome
+from probe.equivalence.arm import Arm, undisturbed
+from probe.equivalence.memory import MemoryCapture
+from probe.equivalence.noise import allow_noise, noise_check, noise_of
+from probe.equivalence.run import Job, is_low_precision, run
+from probe.errors import listed
+from probe.judge import Judgement
+from probe.outcome import ENOUGH_BASELINES, ENOUGH_CANDIDATES
+from probe.point import Kind
+from probe.series import CaptureLike
+from probe.tolerance import Tolerances
+
+REPEATS = 3
+"""Perturbed repeats to begin with, as many as the runs that are asked of a training job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a check found."""
+
+    comparison: Comparison
+    judgements: tuple[Judgement, ...]
+    checks: tuple[Check, ...]
+    tolerances: Tolerances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A baseline and what was calibrated from it."""
+
+    plain: tuple[MemoryCapture, ...]
+    perturbed: tuple[MemoryCapture, ...]
+    tolerances: Tolerances
+
+
+def record_baseline(
+    make: Callable[[str, Perturbation | None], MemoryCapture],
+    *,
+    repeats: int,
+    k: float,
+    checks: Sequence[Check],
+    known: Recorded | None = None,
+) -> Recorded:
+    """Run the baseline plainly, perturb it, and calibrate.
+
+    Args:
+        make: Runs the baseline under a name.
+        repeats: Perturbed repeats; as many plain ones are made where plain runs are not bit-identical.
+        k: Multiple of the spread.
+        checks: Rows of the table.
+        known: What was run before, and is not run again.
+    """
+    plain = list(known.plain) if known else [make("baseline", None), make("baseline again", None)]
+    # Noise of the weights alone under-covers 16-bit types, where every layer rounds (the notes of the fault zoo).
+    form = "layer" if is_low_precision(plain[0]) else "ulp"
+    perturbed = list(known.perturbed) if known else []
+    perturbed += [
+        make(f"baseline {form}:{seed}", Perturbation(form=form, seed=seed))
+        for seed in range(len(perturbed) + 1, repeats + 1)
+    ]
+    tolerances = calibrate([*plain, *perturbed], k=k, checks=checks)
+    if not tolerances.repeatable and len(plain) < repeats:
+        plain += [make(f"baseline again {count}", None) for count in range(len(plain), repeats)]
+        tolerances = calibrate([*plain, *perturbed], k=k, checks=checks)
+    tolerances = allow_noise(tolerances, plain[0].keys())
+    return Recorded(plain=tuple(plain), perturbed=tuple(perturbed), tolerances=tolerances)
+
+
+def check_in_process(
+    baseline: Arm, candidate: Arm, job: Job, *, k: float, checks: tuple[Check, ...], tolerances: Tolerances | None
+) -> Result:
+    """Compare two callables.
+
+    Args:
+        baseline: The unmodified code.
+        candidate: The changed code.
+        job: What both do.
+        k: Multiple of the spread.
+        checks: Rows of the table.
+        tolerances: Judge by these; None: calibrate.
+    """
+    with undisturbed([baseline, candidate]) as state:
+
+        def make(name: str, how: Perturbation | None) -> MemoryCapture:
+            return run(baseline, job, state, name=name, how=how)
+
+        if tolerances is not None:
+            plain = make("baseline", None)
+            return judged([plain], [run(candidate, job, state, name="candidate")], tolerances, checks)
+        recorded = record_baseline(make, repeats=REPEATS, k=k, checks=checks)
+        candidates = [run(candidate, job, state, name="candidate")]
+        result = judged(recorded.plain[:1], candidates, recorded.tolerances, checks)
+        if result.comparison.outcome is Outcome.INCONCLUSIVE:
+            recorded = record_baseline(make, repeats=ENOUGH_BASELINES, k=k, checks=checks, known=recorded)
+            if not recorded.tolerances.repeatable:
+                candidates += [
+                    run(candidate, job, state, name=f"candidate {count}") for count in range(2, ENOUGH_CANDIDATES + 1)
+                ]
+            result = judged(recorded.plain[:1], candidates, recorded.tolerances, checks)
+        return result
+
+
+def judged(
+    baselines: Sequence[CaptureLike],
+    candidates: Sequence[MemoryCapture],
+    tolerances: Tolerances,
+    checks: tuple[Check, ...],
+) -> Result:
+    """Compare, and let a candidate that has other insides than the baseline be judged by what both have."""
+    noise = noise_of(tolerances)
+    if noise:
+        checks = (noise_check(noise), *checks)
+    comparison, judgements = compare_cells(baselines, candidates, tolerances, checks=checks, same_code=True)
+    if comparison.outcome is Outcome.NOT_COMPARABLE and comparison.coverage.missing:
+        hidden = _hidden(baselines[0], candidates[0])
+        if hidden:
+            kept = [_in_memory(each, hidden, comparison) for each in baselines]
+            comparison, judgements = compare_cells(kept, candidates, tolerances, checks=checks, same_code=True)
+            note = (
+                f"{len(hidden)} modules of the baseline are no modules of the candidate, or lie inside its compiled "
+                f"regions, and are not compared: {listed(hidden)}."
+            )
+            comparison = replace(comparison, notes=(*comparison.notes, note))
+    if comparison.first_divergence is not None:
+        # What to record next is said for a training job, which this is not.
+        comparison = replace(comparison, first_divergence=replace(comparison.first_divergence, next=""))
+    return Result(comparison=comparison, judgements=judgements, checks=checks, tolerances=tolerances)
+
+
+def _hidden(baseline: CaptureLike, candidate: MemoryCapture) -> set[str]:
+    """Name the modules whose outputs the baseline has and the candidate has not."""
+    there = {key.name for key in candidate.keys() if key.kind is Kind.FORWARD}  # noqa: SIM118
+    names = {
+        key.name
+        for rank in baseline.ranks
+        for step in baseline.steps(rank)
+        for key in baseline.rows(rank, step).keys
+        if key.kind is Kind.FORWARD
+    }
+    return names - there
+
+
+def _in_memory(capture: CaptureLike, hidden: set[str], comparison: Comparison) -> MemoryCapture:
+    whole = MemoryCapture(
+        path=capture.path,
+        manifest=capture.manifest,
+        run_id=capture.run_id,
+        world_size=capture.world_size,
+        segments={(rank, step): capture.rows(rank, step) for rank in capture.ranks for step in capture.steps(rank)},
+        problems=capture.problems,
+    )
+    inner = (Kind.FORWARD, Kind.BACKWARD)
+    return whole.without({key for key in whole.keys() if key.kind in inner and key.name in hidden})  # noqa: SIM118
