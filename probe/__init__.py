@@ -1,16 +1,18 @@
 """Record a training run's intermediates and say where an optimized branch first departs.
 
-The explicit API: `record`, `record_lazy`, `enabled`, `flush`. Nothing heavy is imported, and when recording is off each
-function returns on its first line.
+The explicit API: `record`, `record_lazy`, `tap`, `enabled`, `step`, `flush`. Nothing heavy is imported, and when
+recording is off each function returns on its first line.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["close_to", "enabled", "flush", "record", "record_lazy"]
+__all__ = ["close_to", "enabled", "flush", "record", "record_lazy", "step", "tap"]
+
+_T = TypeVar("_T")
 
 _ON = bool(os.environ.get("PROBE_REQUEST")) or os.environ.get("PROBE") == "1"
 
@@ -64,6 +66,33 @@ def record_lazy(name: str, value: Callable[[], Any], note: str = "") -> None:
     explicit.record_lazy(name, value, note)
 
 
+def tap(name: str, tensor: _T) -> _T:
+    """Record a tensor, and the gradient that reaches it, and return it: `x = probe.tap("after_rope", x)`.
+
+    Works inside regions compiled by `torch.compile` too, where it is one opaque operation in the graph: it breaks no
+    graph, but in low precision it can keep the compiler from fusing across it, which changes rounding.
+
+    Args:
+        name: Dotted name; see `record`.
+        tensor: Any tensor; the same values come back, and gradients pass unchanged.
+    """
+    if not _ON:
+        return tensor
+    from probe.capture import explicit
+
+    same: _T = explicit.tap(name, tensor)
+    return same
+
+
+def step() -> None:
+    """End the current step where no optimizer of torch's does. From the first call on, only calls of it end steps."""
+    if not _ON:
+        return
+    from probe.capture import explicit
+
+    explicit.step()
+
+
 def flush() -> None:
     """Wait until every finished step is on disk."""
     if not _ON:
@@ -71,3 +100,10 @@ def flush() -> None:
     from probe.capture import explicit
 
     explicit.flush()
+
+
+if _ON:
+    # `PROBE=1 PROBE_OUT=DIR` records a script that imports this package, without the launcher.
+    from probe.capture import session as _session
+
+    _session.begin_once()
