@@ -110,10 +110,15 @@ def test_clipping_that_only_the_candidate_does_comes_after_the_gradients_and_the
 
 
 def test_a_difference_of_state_explains_the_first_divergence() -> None:
+    def state_first(rows: StepRows) -> StepRows:
+        return replace(rows, order=np.array([-1 if k.kind is Kind.STATE else n for n, k in enumerate(rows.keys)]) + 1)
+
     fault = both(
         only(Kind.STATE, "train_mode", lambda value: value - 7, step=2), breaks(Kind.FORWARD, "blocks.1", step=2)
     )
-    found = located(candidate(fault=fault))
+    base = [each.edited(state_first) for each in BASE]
+    found = compare(base, [candidate(fault=fault).edited(state_first)], calibrate(base)).first_divergence
+    assert found is not None
     assert (found.place.kind, found.place.name, found.phase) == (Kind.FORWARD, "blocks.1", "state")
     assert found.because.endswith(" State differs in the same step: train_mode is 0, expected 7.")
 
