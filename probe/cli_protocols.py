@@ -64,7 +64,7 @@ def verify(
     Interrupted, the same command goes on where it stopped. Exit status: 0 equivalent, 1 different, 2 could not tell.
 
     \b
-    probe verify --baseline main --candidate my-branch --seed 42 --steps 1-5 -- accelerate launch train.py
+    probe verify --baseline main --candidate my-branch --seed 42 -- torchrun train.py
     probe verify --baseline HEAD --candidate . --seed 42 -- python train.py
     """
     written = [path for path in (report, markdown, junit) if path is not None]

@@ -61,7 +61,7 @@ class Repeats:
     exact: BoolArray
     """[series] judged by equality."""
     identical: bool
-    """All plain runs have the same bits (true for a single one)."""
+    """All plain runs computed the same bits (true for a single one)."""
 
 
 def measure_repeats(captures: Sequence[CaptureLike], axes: Axes) -> Repeats:
@@ -90,7 +90,9 @@ def measure_repeats(captures: Sequence[CaptureLike], axes: Axes) -> Repeats:
             collector.add(stop.s, stop.r, measured, aligned, rows[one])
             if plain[one] and plain[two]:
                 _same_data(measured, catalog, captures[one], captures[two], stop)
-                identical = identical and bool(measured.identical.all()) and not aligned.missing.size
+                # What is judged exactly says nothing of noise: unseeded generators differ where all numbers are equal.
+                same = bool((measured.identical | measured.exact).all())
+                identical = identical and same and not aligned.missing.size
         if stop.s != at:
             _rotate(rotation, ranks, at, catalog)
             ranks, at = [], stop.s

@@ -61,6 +61,17 @@ def test_bit_identical_runs_get_assumed_floors_and_say_so() -> None:
     )
 
 
+def test_runs_that_computed_the_same_repeat_whatever_their_unseeded_generators_were() -> None:
+    def unseeded(number: int) -> SyntheticCapture:
+        def generators(key: Key, step: int, rank: int, value: np.ndarray) -> object:
+            return f"state {number}" if key.kind is Kind.STATE else value
+
+        return run(f"base-{number}", noise=0.0, fault=generators)
+
+    tolerances = calibrate([unseeded(number) for number in range(3)])
+    assert (tolerances.assumed, tolerances.repeatable) == (True, True)
+
+
 def test_perturbed_runs_take_the_place_of_noise() -> None:
     plain = run("base-0", noise=0.0)
     perturbed = [run(f"ulp-{n}", run_seed=n, noise=1e-5, perturb=f"ulp:{n}") for n in (1, 2, 3)]
