@@ -313,4 +313,5 @@ def show(capture: Path, name: str, step: int | None, rank: int | None, as_json: 
     return show_capture(open_capture(capture), name, step=step, rank=rank, as_json=as_json, names=names)
 
 
+main.add_command(cli_protocols.selfcheck)
 main.add_command(cli_protocols.verify)

@@ -103,3 +103,37 @@ def verify(
     return show_comparison(
         comparison, result.judgements, result.checks, reports, as_json=as_json, everything=everything
     )
+
+
+@click.command(context_settings=_COMMAND)
+@click.option("-o", "--output", type=_PATH, metavar="DIR", help="Keep captures and logs here [default: not kept].")
+@click.option("--steps", default="", metavar="STEPS", help="Optimizer updates to record, such as 1-5 [default: all].")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Seed random, numpy and torch with SEED + rank.")
+@click.option("--plan", type=_PATH, metavar="FILE", help="Plan file (TOML): what to record.")
+@click.option("--runs", type=click.IntRange(3), default=60, show_default=True, help="Most runs of the command.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
+def selfcheck(
+    output: Path | None, steps: str, seed: int | None, plan: Path | None, runs: int, command: tuple[str, ...]
+) -> int:
+    """Show that recording leaves a run's numbers alone.
+
+    Runs the command twice as it is and once recorded; losses and trained parameters must have the same bits. If not,
+    it runs on until it can name the points that disturb. Exit status: 0 the same, 1 not, 2 could not tell.
+
+    \b
+    probe selfcheck --seed 42 --steps 1-5 -- python train.py --lr 1e-4
+    """
+    import contextlib
+    import tempfile
+
+    from probe.selfcheck import SelfcheckOptions, verdict_lines
+    from probe.selfcheck import selfcheck as checked
+
+    with contextlib.ExitStack() as stack:
+        if output is None:
+            output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="probe-selfcheck-")))
+        options = SelfcheckOptions(command=command, output=output, steps=steps, seed=seed, plan=plan, runs=runs)
+        result = checked(options, tell=_tell)
+    for line in verdict_lines(result):
+        click.echo(line)
+    return result.exit_status

@@ -9,7 +9,6 @@ module must not know how a difference is measured or shown.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from probe.errors import CaptureError, IncomparableError, listed
 from probe.outcome import ENOUGH_BASELINES, ENOUGH_CANDIDATES
 from probe.plan import Plan, default_checks, default_plan, load_plan
 from probe.point import Kind
+from probe.progress import Progress
 from probe.provenance_changes import code_hash
 from probe.store.folder import create_capture
 from probe.store.reader import Capture, open_capture
@@ -41,7 +41,6 @@ PERTURBED = 3
 """Perturbed runs where repeats are bit-identical, as many as plain runs are recommended."""
 HALF = ("bfloat16", "float16")
 TOLERANCES_FILE = "tolerances.toml"
-LAST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +71,6 @@ class Verified:
     judgements: tuple[Judgement, ...]
     checks: tuple[Check, ...]
     output: Path
-
-
-class Progress:
-    """Lines with the time since the start, as in `[1:05] base-1: recorded ...`."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._began = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        """Tell one line."""
-        seconds = int(time.monotonic() - self._began)
-        self._tell(f"[{seconds // 60}:{seconds % 60:02d}] {text}")
 
 
 def verify(options: VerifyOptions, *, tell: Callable[[str], None]) -> Verified:
@@ -318,10 +304,5 @@ def _problem(name: str, ended: launch.Ended, output: Path, log: Path) -> str:
         why = f"Run {name} is not whole: {listed(ended.capture.problems)}."
     else:
         return ""
-    try:
-        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-    except OSError:
-        lines = []
-    shown = [f"Its output is in {log}, and ends with:", *(f"  {line}" for line in lines)] if lines else []
     hint = "A worktree holds what git holds: give data and checkpoints by absolute paths, or with --link."
-    return "\n".join([why, *shown, *([hint] if ended.status else [])])
+    return "\n".join([why, *launch.last_lines(log), *([hint] if ended.status else [])])

@@ -27,6 +27,8 @@ from probe.store.folder import create_capture, write_manifest
 from probe.store.reader import Capture, open_capture
 
 NOTHING_RECORDED = 2
+LAST_LINES = 20
+"""Lines of a log that an error message shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +217,15 @@ def _remove_if_empty(output: Path) -> None:
     # Whatever is in it is not ours to delete.
     with contextlib.suppress(OSError):
         output.rmdir()
+
+
+def last_lines(log: Path) -> list[str]:
+    """Return the end of what a command printed, with a line before it that says where the rest is."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    except OSError:
+        return []
+    return [f"Its output is in {log}, and ends with:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def summary_line(capture: Capture) -> str:
