@@ -73,6 +73,7 @@ class _Outcome:
     digests: dict[str, dict[str, Any]]
     """File name (rank and number of the process) to its content."""
     capture: Capture | None
+    notes: tuple[dict[str, Any], ...]
 
 
 def selfcheck(options: SelfcheckOptions, *, tell: Callable[[str], None]) -> Selfcheck:
@@ -97,12 +98,28 @@ def selfcheck(options: SelfcheckOptions, *, tell: Callable[[str], None]) -> Self
         )
     runs.expected = bare
     recorded = runs.recorded(plan, "everything")
+    _require_recorded(recorded, runs)
     found = difference(bare, recorded)
-    if not found:
-        return Selfcheck(difference="", size=_size(bare), runs=runs.count)
-    if recorded.capture is None:
-        raise CaptureError(f"Nothing was recorded, and yet the run differs in {found}. See the logs in {runs.folder}.")
+    if not found or recorded.capture is None:
+        return Selfcheck(difference=found, size=_size(bare), runs=runs.count)
     return replace(_blame(plan, recorded.capture, runs), difference=found, size=_size(bare), runs=runs.count)
+
+
+def _require_recorded(recorded: _Outcome, runs: _Runs) -> None:
+    """Check that the recorded run was recorded: a run that was not is equal for the wrong reason.
+
+    Raises:
+        CaptureError: It was not, or not whole.
+    """
+    capture, log = recorded.capture, runs.log
+    if capture is None:
+        # A run that recording itself ends is a finding, and needs no capture.
+        if recorded.status:
+            return
+        raise CaptureError("\n".join([launch.nothing_recorded(runs.last, recorded.notes), *launch.last_lines(log)]))
+    if capture.problems and not recorded.status:
+        problems = listed(capture.problems)
+        raise CaptureError("\n".join([f"The recorded run is not whole: {problems}.", *launch.last_lines(log)]))
 
 
 @dataclass(slots=True)
@@ -117,20 +134,22 @@ class _Runs:
     """Selections that were left out, to whether the rest disturbed."""
 
     @property
-    def folder(self) -> Path:
-        return self.options.output
+    def last(self) -> Path:
+        """Folder of the last run's capture."""
+        return self.options.output / f"run-{self.count}"
+
+    @property
+    def log(self) -> Path:
+        """What the last run printed."""
+        return self.options.output / f"run-{self.count}.log"
 
     def bare(self) -> _Outcome:
         """Run without recording."""
         self.progress(f"run {self.count + 1}: without recording")
         outcome = self._launch(default_plan(), bare=True)
         if outcome.status:
-            log = self.folder / f"run-{self.count}.log"
-            raise CaptureError(
-                "\n".join(
-                    [f"The command ended with status {outcome.status} without recording.", *launch.last_lines(log)]
-                )
-            )
+            why = f"The command ended with status {outcome.status} without recording."
+            raise CaptureError("\n".join([why, *launch.last_lines(self.log)]))
         if not outcome.digests:
             raise CaptureError(
                 f"No optimizer stepped in {shlex.join(self.options.command)!r}, so there is nothing to compare. "
@@ -163,8 +182,7 @@ class _Runs:
 
     def _launch(self, plan: Plan, *, bare: bool) -> _Outcome:
         self.count += 1
-        name = f"run-{self.count}"
-        folder, digests = self.folder / name, self.folder / f"{name}-outcome"
+        folder, digests = self.last, self.last.with_name(f"{self.last.name}-outcome")
         digests.mkdir(parents=True)
         options = self.options
         request = launch.make_request(
@@ -173,11 +191,11 @@ class _Runs:
         )
         request = replace(request, digest=str(digests.resolve()), bare=bare)
         folder.mkdir()
-        ended = launch.launch(request, launch.Surroundings(log=self.folder / f"{name}.log"))
+        ended = launch.launch(request, launch.Surroundings(log=self.log))
         if ended.signal:
             raise KeyboardInterrupt
         found = {file.name: json.loads(file.read_text()) for file in sorted(digests.glob("*.json"))}
-        return _Outcome(status=ended.status, digests=found, capture=ended.capture)
+        return _Outcome(status=ended.status, digests=found, capture=ended.capture, notes=ended.notes)
 
 
 def difference(expected: _Outcome, actual: _Outcome) -> str:
