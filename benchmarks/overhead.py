@@ -1,0 +1,76 @@
+"""Measure what recording costs, against the bare run of the same script in the same interleaved session.
+
+    python benchmarks/overhead.py JOB.py [ARGS...] [--repeats 5]
+
+The job must print, as its last line, a JSON object with `cpu_s_per_step` (process CPU seconds of a step after warm-up) and may
+print `parameters` (a hash of the final parameters), which must not change. The arms are: bare; off (the recorder installed
+and no step wanted); summaries (the default plan); full (every module output and gradient kept whole).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROBE = [sys.executable, "-m", "probe", "record"]
+ARMS: dict[str, list[str] | None] = {
+    "bare": None,
+    "off": ["--steps", "1000000"],
+    "summaries": [],
+    "full": ["--full", "forward/*", "--full", "backward/*", "--full", "grad/*"],
+}
+
+
+def once(job: list[str], options: list[str] | None) -> tuple[float, str, int]:
+    """Run one arm once. Returns CPU seconds per step, the parameters' hash, and the capture's bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *job]
+        if options is not None:
+            command = [*PROBE, "-o", f"{folder}/capture", *options, "--", *command]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            sys.exit(f"{' '.join(command)} printed no JSON line:\n{done.stderr}")
+        result = json.loads(lines[-1])
+        nbytes = sum(f.stat().st_size for f in Path(folder).rglob("*") if f.is_file())
+    return float(result["cpu_s_per_step"]), str(result.get("parameters", "")), nbytes
+
+
+def main() -> None:
+    """Run the arms interleaved and print their ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("job", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    arms = options.arms.split(",")
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    hashes: set[str] = set()
+    nbytes: dict[str, int] = {}
+    for repeat in range(options.repeats):
+        for arm in arms:
+            took, parameters, nbytes[arm] = once(options.job, ARMS[arm])
+            seconds[arm].append(took)
+            hashes.add(parameters)
+        print(f"repeat {repeat + 1} of {options.repeats} done", file=sys.stderr)
+    print(f"{' '.join(options.job)}; {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    for arm in arms:
+        ratios = [s / b for s, b in zip(seconds[arm], seconds["bare"], strict=True)]
+        print(
+            f"{arm:10s} {statistics.median(seconds[arm]) * 1e3:8.1f} ms CPU a step, "
+            f"{statistics.median(ratios):.2f}x bare ({min(ratios):.2f} to {max(ratios):.2f}), {nbytes[arm] / 1e6:.1f} MB"
+        )
+    print("final parameters: " + ("bit-identical in all runs" if len(hashes) == 1 else f"DIFFERENT {sorted(hashes)}"))
+    sys.exit(len(hashes) != 1)
+
+
+if __name__ == "__main__":
+    main()
