@@ -51,6 +51,8 @@ class Selfcheck:
     """The first difference between a bare and a recorded run, in words; empty: they are bit-identical."""
     points: tuple[str, ...] = ()
     """Each of these disturbs, as a selection of a plan, or as several joined by ` with ` that disturb together."""
+    exclude: tuple[str, ...] = ()
+    """Selections that leave the points out of a plan, hooks included."""
     complete: bool = True
     """Without these points recording changes nothing. False: the runs were used up before that was found."""
     attachment: bool = False
@@ -252,7 +254,7 @@ def _blame(plan: Plan, capture: Capture, runs: _Runs) -> Selfcheck:
     except OutOfRuns as stop:
         points += [" with ".join(part.label for part in stop.parts)] if stop.parts else []
         return Selfcheck(difference="", points=tuple(points), complete=False)
-    return Selfcheck(difference="", points=tuple(points))
+    return Selfcheck(difference="", points=tuple(points), exclude=left_out)
 
 
 def _globs_of_hook(part: Part) -> tuple[str, ...]:
@@ -305,11 +307,13 @@ def verdict_lines(result: Selfcheck) -> list[str]:
             "backward, clipping and the optimizer's step."
         )
         return lines
+    if not result.complete:
+        known = f"After {result.runs} runs, these are known to disturb, and what else does is not:"
+        return [*lines, known, *(f"  {point}" for point in result.points), "Raise --runs to search on."]
+    if not result.points:
+        return lines
+    lines.append("This point disturbs:" if len(result.points) == 1 else "These points disturb:")
     lines += [f"  {point}" for point in result.points]
-    if result.complete:
-        lines.insert(1, f"{'This point disturbs' if len(result.points) == 1 else 'These points disturb'}:")
-        lines.append("Without it nothing changes: leave it out with 'exclude' in the plan's [record], in both arms.")
-    else:
-        lines.insert(1, f"After {result.runs} runs, what disturbs is known to be among:")
-        lines.append("Raise --runs to search on.")
+    lines.append("Without recording them nothing changes. Leave them out in both arms, with a plan that has")
+    lines += ["  [record]", f"  exclude = {json.dumps(list(result.exclude))}"]
     return lines
