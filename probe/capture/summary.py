@@ -182,6 +182,8 @@ def device_row(tensor: torch.Tensor, name: str, scratch: Scratch) -> torch.Tenso
     return row
 
 
+# Sums of infinities of both signs are NaN, and that is meant; a job that turns warnings into errors must not see one.
+@np.errstate(invalid="ignore", over="ignore")
 def host_row(
     tensor: torch.Tensor,
     name: str,
