@@ -163,7 +163,7 @@ class ProbeCheck:
         if optimizer is not None and not callable(optimizer):
             raise IncomparableError(
                 f"The optimizer of probe_check is {type(optimizer).__name__!r}. Give a function of the parameters, "
-                "such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`: each arm has parameters of its own."
+                "such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`: each arm has its own parameters."
             )
         return Job(
             inputs=Inputs(inputs, kwargs or {}),
@@ -186,14 +186,16 @@ class ProbeCheck:
         from probe.equivalence.arm import find_arm
         from probe.equivalence.protocol import check_in_process
 
-        return check_in_process(
-            find_arm("baseline", baseline),
-            find_arm("candidate", candidate),
-            job,
-            k=self.options.k,
-            checks=self.options.checks(),
-            tolerances=self._given_tolerances(),
+        arms = find_arm("baseline", baseline), find_arm("candidate", candidate)
+        result = check_in_process(
+            *arms, job, k=self.options.k, checks=self.options.checks(), tolerances=self._given_tolerances()
         )
+        if arms[0].module is not None and arms[1].module is None:
+            result = result.with_note(
+                "The candidate is a function behind which no single module was found, so its parameters are not known. "
+                "Give a module, or a function that closes over one."
+            )
+        return result
 
     # ------------------------------------------------------------------ with a stored baseline
     def _with_stored(self, candidate: Callable[..., Any], name: str, job: Job) -> Comparison:
@@ -203,14 +205,15 @@ class ProbeCheck:
 
         stored = baseline_of(self.place.file, self.place.test, name)
         shown, again = self.place.shown(stored.capture), f"pytest {self.place.nodeid!r} --probe-record"
-        if self.mode != RECORD_ALL and not stored.exists():
+        missing = stored.missing()
+        if self.mode != RECORD_ALL and missing is not None:
             if self.mode == RECORD:
                 self._record(candidate, stored, name, job)
                 raise self._just_recorded(shown)
             self._say(Told(label=name, failed=True))
             raise NoBaselineError(
-                f"No baseline {name!r} of this test is stored: {shown} does not exist. Record it with the code that is "
-                f"known to be right:\n  {again}"
+                f"No baseline {name!r} of this test is stored: {self.place.shown(missing)} does not exist. Record it "
+                f"with the code that is known to be right:\n  {again}"
             )
         if self.mode == RECORD_ALL:
             return self._record(candidate, stored, name, job)

@@ -214,10 +214,9 @@ def _compare(path: str, expected: Leaf, actual: Leaf, allowed: float | None) -> 
             return None
         not_finite = ~same & ~(np.isfinite(a) & np.isfinite(b))
         if not_finite.any():
-            where = _at(np.where(not_finite, 1.0, 0.0), a, b)
-            return Unlike(
-                path=path, problem=f"{expected} is not finite at {int(not_finite.sum()):,} places", where=where
-            )
+            where, count = _at(np.where(not_finite, 1.0, 0.0), a, b), int(not_finite.sum())
+            elements = "1 element" if count == 1 else f"{count:,} elements"
+            return Unlike(path=path, problem=f"{expected} is not finite in {elements}", where=where)
         delta = np.where(same, 0.0, a - b)
         size = float(np.linalg.norm(np.where(np.isfinite(b), b, 0.0)))
         distance = float(np.linalg.norm(delta))

@@ -30,7 +30,7 @@ def explain(comparison: Comparison, *, also: Iterable[str] = ()) -> list[str]:
             f"  {words.divergence_values(found)}",
             f"  {words.ORIGINS[found.origin]} ({found.phase}): {found.because}",
         ]
-    worst = worst_check(comparison)
+    worst = worst_check(comparison) if comparison.outcome is not Outcome.NOT_COMPARABLE else None
     if worst is not None and worst.worst is not None:
         lines += [
             f"Worst: {worst.what}, {words.worst(worst.worst)}",

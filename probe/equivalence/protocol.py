@@ -38,6 +38,10 @@ class Result:
     checks: tuple[Check, ...]
     tolerances: Tolerances
 
+    def with_note(self, note: str) -> Result:
+        """Return the result with one more note."""
+        return replace(self, comparison=replace(self.comparison, notes=(*self.comparison.notes, note)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:

@@ -49,9 +49,11 @@ class Baseline:
         """File of its tolerances."""
         return self.capture.with_name(f"{self.capture.name}.toml")
 
-    def exists(self) -> bool:
-        """Tell whether a capture is stored."""
-        return (self.capture / MANIFEST_FILE).is_file()
+    def missing(self) -> Path | None:
+        """Return what is not stored of it: the capture, or its tolerances; None if all is there."""
+        if not (self.capture / MANIFEST_FILE).is_file():
+            return self.capture
+        return None if self.tolerances.is_file() else self.tolerances
 
     def load(self) -> tuple[Capture, Tolerances]:
         """Read the capture and its tolerances.
