@@ -2,8 +2,8 @@
 
     python benchmarks/kill.py [--kills 60]
 
-The same run, left alone, gives the expected values. A step counts as completed when its file has its name; beyond that the
-script knows how many steps the training had finished when it was killed, and prints how far behind the disk was.
+The same run, left alone, gives the expected values. A step counts as completed when its file has its name; beyond that
+the script knows how many steps the training had finished when it was killed, and prints how far behind the disk was.
 """
 
 from __future__ import annotations

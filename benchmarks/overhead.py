@@ -2,10 +2,10 @@
 
     python benchmarks/overhead.py JOB.py [ARGS...] [--repeats 5]
 
-The job must print, as its last line, a JSON object with `cpu_s_per_step` (process CPU seconds of a step after warm-up) and may
-print `parameters` (a hash of the final parameters), which must not change. The arms are: bare; off (the recorder installed
-and no step wanted); summaries (the default plan); full (every module output and gradient kept whole).
-"""
+The job must print, as its last line, a JSON object with `cpu_s_per_step` (process CPU seconds of a step after warm-up)
+and may print `parameters` (a hash of the final parameters), which must not change. The arms are: bare; off (the
+recorder installed and no step wanted); summaries (the default plan); full (every module output and gradient kept
+whole)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def main() -> None:
             seconds[arm].append(took)
             hashes.add(parameters)
         print(f"repeat {repeat + 1} of {options.repeats} done", file=sys.stderr)
-    print(f"{' '.join(options.job)}; {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    print(f"{' '.join(options.job)}; {machine}")
     for arm in arms:
         ratios = [s / b for s, b in zip(seconds[arm], seconds["bare"], strict=True)]
         print(

@@ -12,6 +12,7 @@ from typing import Any
 
 from probe.comparison import RunSummary
 from probe.errors import IncomparableError, ToleranceError, listed
+from probe.kernels import attention_kernels, kernel_changes, kernel_summary
 from probe.series import CaptureLike, perturbation
 from probe.tolerance import CalibratedRun
 
@@ -90,7 +91,10 @@ def run_summary(capture: CaptureLike, arm: str) -> RunSummary:
         dirty=any(dirty) if dirty else None,
         perturb=perturbation(capture),
         created_utc=str(capture.manifest.get("created_utc") or ""),
-        environment={name: str(value) for name, value in flat(environment(capture)).items()},
+        environment={
+            **{name: str(value) for name, value in flat(environment(capture)).items()},
+            **({"attention": summary} if (summary := kernel_summary(attention_kernels(capture))) else {}),
+        },
         problems=tuple(capture.problems),
     )
 
@@ -98,7 +102,7 @@ def run_summary(capture: CaptureLike, arm: str) -> RunSummary:
 def environment(capture: CaptureLike) -> dict[str, Any]:
     """Return what a run's numbers may depend on besides code and command: versions, device, variables."""
     provenance = _part(capture, "provenance")
-    found = {name: provenance[name] for name in ("versions", "device", "launcher") if name in provenance}
+    found = {name: provenance[name] for name in ("versions", "device", "launcher", "attention") if name in provenance}
     if _part(capture, "env"):
         found["env"] = _part(capture, "env")
     return found
@@ -208,6 +212,7 @@ def changes(baseline: CaptureLike, candidate: CaptureLike) -> tuple[str, ...]:
         lines.append(f"code: {count}: {listed(files)}" if files else "code: another hash")
     if commit_text(baseline) != commit_text(candidate):
         lines.append(f"commit: {commit_text(baseline) or 'none'} -> {commit_text(candidate) or 'none'}")
+    lines += kernel_changes(attention_kernels(baseline), attention_kernels(candidate))
     one_flat, two_flat = flat(environment(baseline)), flat(environment(candidate))
     for name in sorted(one_flat.keys() | two_flat.keys()):
         before, after = one_flat.get(name, "absent"), two_flat.get(name, "absent")

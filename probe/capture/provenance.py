@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 import probe
+from probe.capture.attention import dispatch_constants
 from probe.capture.session import REQUEST, Request
 from probe.store.layout import FORMAT_CAPTURE, FORMAT_VERSION
 
@@ -88,6 +89,7 @@ def provenance() -> dict[str, Any]:
         "versions": versions(),
         "device": device(),
         "launcher": launcher(),
+        "attention": dispatch_constants(),
     }
 
 
@@ -108,7 +110,7 @@ def job_files() -> list[Path]:
 
 
 def generated_folders() -> list[str]:
-    """List the folders of kernels that Inductor and Triton generate: their identity is that of the code they come from."""
+    """List the folders of kernels that Inductor and Triton generate: they are what the code they come from is."""
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if not inductor:
         inductor = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")

@@ -176,6 +176,7 @@ def _pairs(comparison: Comparison) -> Iterator[str]:
 def _runs(comparison: Comparison) -> Iterator[str]:
     if not comparison.runs:
         return
+    attention = any("attention" in run.environment for run in comparison.runs)
     rows = (
         (
             run.arm + (f" ({_escaped(run.perturb)})" if run.perturb else ""),
@@ -184,10 +185,12 @@ def _runs(comparison: Comparison) -> Iterator[str]:
             {True: "yes", False: "no", None: words.NOTHING}[run.dirty],
             _code(run.command) if run.command else words.NOTHING,
             _escaped(run.seed) or words.NOTHING,
+            *([_escaped(run.environment.get("attention", words.NOTHING))] if attention else []),
         )
         for run in comparison.runs
     )
-    yield from _rows(("Arm", "Run", "Commit", "Dirty", "Command", "Seed"), rows)
+    header = ("Arm", "Run", "Commit", "Dirty", "Command", "Seed", *(["Attention"] if attention else []))
+    yield from _rows(header, rows)
     problems = [f"* {_code(run.path)}: {_escaped(problem)}" for run in comparison.runs for problem in run.problems]
     if problems:
         yield ""

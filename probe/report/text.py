@@ -214,8 +214,20 @@ def _runs(comparison: Comparison, width: int) -> Iterator[Line]:
         for problem in problems[number]:
             yield from _wrapped(f"problem: {problem}", width)
     yield from _commands(comparison, width)
+    yield from _attention(comparison, width)
     if comparison.tolerances:
         yield Line(f"Tolerances: {comparison.tolerances}")
+
+
+def _attention(comparison: Comparison, width: int) -> Iterator[Line]:
+    """Show which attention kernels ran, runs with the same ones together."""
+    runs_of: dict[str, list[str]] = {}
+    for run in comparison.runs:
+        if "attention" in run.environment:
+            runs_of.setdefault(run.environment["attention"], []).append(PurePath(run.path).name or run.run_id)
+    for kernels, names in runs_of.items():
+        of = "" if len(runs_of) == 1 and len(names) == len(comparison.runs) else f" in {', '.join(names)}"
+        yield from _wrapped(f"Attention{of}: {kernels}", width, "")
 
 
 def _commands(comparison: Comparison, width: int) -> Iterator[Line]:
