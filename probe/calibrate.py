@@ -18,13 +18,15 @@ from datetime import datetime, timezone
 
 import numpy as np
 
-from probe.check import Check, default_checks
+from probe.check import NO_CHECK, Check, default_checks, owner
 from probe.differences import Axes
 from probe.distance import ASSUMED_EPSILONS
 from probe.errors import ToleranceError
+from probe.fit import bounds_of
 from probe.limits import with_siblings
 from probe.point import Kind
 from probe.provenance_changes import calibrated_run, check_same_job
+from probe.reduced import reduced
 from probe.repeats import Repeats, measure_repeats
 from probe.series import CaptureLike, FloatArray, perturbation
 from probe.tolerance import ALL_JUDGED, K, Tolerance, Tolerances
@@ -55,7 +57,8 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
     """
     if not 0 < k < float("inf"):
         raise ToleranceError(f"The multiple of the spread is {k!r}. It must be finite and above 0; 3 is the custom.")
-    ordered = sorted(captures, key=lambda capture: bool(perturbation(capture)))
+    checks = default_checks() if checks is None else checks
+    ordered = sorted(reduced(captures, checks), key=lambda capture: bool(perturbation(capture)))
     notes = list(check_same_job(ordered))
     axes = Axes.shared(ordered)
     if not axes.steps:
@@ -71,7 +74,7 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
             "`probe record --perturb ulp:1`, `ulp:2` and `ulp:3`, and calibrate with them."
         )
     allowed = _allow(repeats, k, assumed)
-    families = _families(repeats, allowed, assumed, default_checks() if checks is None else checks)
+    families = _families(repeats, allowed, assumed, checks)
     return Tolerances(
         k=k,
         created_utc=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -83,6 +86,7 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
         repeatable=repeats.identical,
         self_test=_self_test(repeats, families),
         notes=tuple(notes),
+        declared=bounds_of(checks),
     )
 
 
@@ -126,8 +130,14 @@ def _families(
 ) -> dict[str, dict[str, Tolerance]]:
     families: dict[str, dict[str, Tolerance]] = {check.what: {} for check in checks}
     for series, key in enumerate(repeats.index.keys):
-        check = next((check for check in checks if check.selects(key)), None)
-        if repeats.exact[series] or check is None or check.form in ("exact", "record only"):
+        number = owner(checks, key)
+        check = None if number == NO_CHECK else checks[number]
+        if (
+            repeats.exact[series]
+            or check is None
+            or check.form == "exact"
+            or (check.form == "record only" and not check.bound)
+        ):
             continue
         control = float(repeats.control[series])
         noise = allowed.noise[:, series]

@@ -7,10 +7,13 @@ common models, and a plan file can put others before them. This module must not 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from probe.errors import PlanError
 from probe.point import Key, Kind
+from probe.reduction import AS_JUDGED, check_reduction, suffixes
 from probe.selection import StepSet, glob_pattern, matches, nearest, patterns_by_kind, split_kind
 
 FORMS = ("calibrated", "exact", "rel", "abs", "rel or abs", "rel + abs", "ratio", "record only")
@@ -27,13 +30,24 @@ NEEDS = {
     "record only": (),
 }
 """Bounds that each form needs; it takes no others."""
+MAY = {"record only": ("rel", "abs")}
+"""Bounds that a form takes and does not need: what is only recorded may show one of them."""
+DECLARED = ("rel", "abs", "rel or abs", "rel + abs", "ratio")
+"""Forms whose bound a person declares: they need no calibration."""
+
+NO_CHECK = -1
+
+
+PLAIN_FORM_EXISTS = ("before", "clipped")
+"""Items of parameters and gradients that are also recorded without an item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """Say which quantities are one row of the table and how they are judged.
 
-    A quantity belongs to the first check that selects it.
+    A quantity belongs to the first check that selects it. A check with a metric of its own shares it with checks of
+    other metrics that name theirs; a check of a group, a window or all ranks leaves it to the others.
     """
 
     what: str
@@ -62,6 +76,14 @@ class Check:
     """Multiple of the spread for the calibrated form; None: as the tolerance file says."""
     steps: StepSet | None = None
     """Steps that the check judges; None: all."""
+    metric: tuple[str, ...] = ()
+    """Numbers of each quantity that are judged, from `probe.reduction.METRICS`; empty: its one judged number."""
+    reduce: str = ""
+    """Number that is made of all selected quantities of a microbatch or step, from `probe.reduction.REDUCES`."""
+    window: int | None = None
+    """Steps of which the mean is judged: 1 to `window`, and so on, where all of them are recorded."""
+    over_ranks: str = ""
+    """`mean`: the mean over ranks is judged, once for all of them."""
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -70,7 +92,7 @@ class Check:
             bound = getattr(self, name)
             if bound is None and name in NEEDS[self.form]:
                 raise PlanError(f"Check {self.what!r} has form {self.form!r} and lacks {name!r}. Add {name} = NUMBER.")
-            if bound is not None and name not in NEEDS[self.form]:
+            if bound is not None and name not in (*NEEDS[self.form], *MAY.get(self.form, ())):
                 raise PlanError(
                     f"Check {self.what!r} has form {self.form!r}, which takes no {name!r}, but {name} = {bound!r} is "
                     "given. Remove it or change the form."
@@ -85,15 +107,60 @@ class Check:
             )
         if self.k is not None and not (math.isfinite(self.k) and self.k > 0):
             raise PlanError(f"Check {self.what!r} has k = {self.k!r}. It must be finite and above 0.")
+        if self.form == "record only" and self.rel is not None and self.abs is not None:
+            raise PlanError(f"Check {self.what!r} has form 'record only', which shows one bound, and two are given.")
         for selection in (*self.select, *self.without):
             split_kind(selection)
+        check_reduction(f"Check {self.what!r}", self.form, self.metric, self.reduce, self.window, self.over_ranks)
 
     @property
     def bound(self) -> str:
         """The declared tolerance in words, e.g. `15 % or 0.03 abs`, `20x`; empty for forms that declare none."""
         rel, bound = f"{100 * (self.rel or 0):g} %", f"{self.abs or 0:g} abs"
         joined = {"rel or abs": f"{rel} or {bound}", "rel + abs": f"{rel} + {bound}", "rel": rel, "abs": bound}
+        if self.form == "record only":
+            return bound if self.abs is not None else rel if self.rel is not None else ""
         return f"{self.ratio:g}x" if self.form == "ratio" else joined.get(self.form, "")
+
+    @property
+    def unit(self) -> str:
+        """Unit in which a declared bound is meant: `relative`, `absolute` or `ratio`."""
+        if self.form == "ratio":
+            return "ratio"
+        return "relative" if self.abs is None else "absolute"
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """What is put behind an item to name each number that the check makes; empty: it judges what was recorded."""
+        return suffixes(self.metric, self.reduce, self.window, self.over_ranks)
+
+    @property
+    def as_recorded(self) -> bool:
+        """Whether the check judges quantities by their one judged number."""
+        return AS_JUDGED in self.metric or not self.suffixes
+
+    @property
+    def shares(self) -> bool:
+        """Whether the quantities that the check selects are its own only in its metric."""
+        return bool(self.metric) and not (self.reduce or self.over_ranks or self.window is not None)
+
+    @property
+    def group(self) -> str:
+        """Name of the group that `reduce` makes one number of: how it is selected."""
+        parts = [", ".join(split_kind(each)[1] for each in self.select)]
+        parts += [f"named {', '.join(self.leaf)}"] if self.leaf else []
+        parts += [f"without {', '.join(self.without)}"] if self.without else []
+        return " ".join(parts)
+
+    def reads(self, key: Key) -> bool:
+        """Say whether the check makes its numbers of a recorded quantity.
+
+        What has an item beside its plain form (a gradient after clipping, a parameter before the first step) would be
+        counted twice: it is read only where a selection names the item.
+        """
+        if key.item in PLAIN_FORM_EXISTS and not any(each.endswith(f":{key.item}") for each in self.select):
+            return False
+        return self.selects(key)
 
     def selects(self, key: Key, step: int | None = None) -> bool:
         """Say whether a quantity belongs to this check, in a given step or in any."""
@@ -262,3 +329,38 @@ def default_checks() -> tuple[Check, ...]:
         Check(what="explicit records", where="`probe.record` calls", required=True, kinds=(Kind.EXPLICIT,)),
         Check(what="calls", where="arguments and results of named functions", kinds=(Kind.CALL,)),
     )
+
+
+@lru_cache(maxsize=1)
+def _default_set() -> frozenset[Check]:
+    return frozenset(default_checks())
+
+
+def is_default(check: Check) -> bool:
+    """Say whether a check is one of the default families, which may have nothing to judge in a job."""
+    return check in _default_set()
+
+
+def owner(checks: Sequence[Check], key: Key, step: int | None = None) -> int:
+    """Return the number of the check that a quantity belongs to, in a given step or in any; `NO_CHECK` if to none.
+
+    A number that was made by `probe.reduced` belongs to the first check that makes it.
+    """
+    suffix = next((each for check in checks for each in check.suffixes if key.item.endswith(each)), "")
+    if suffix:
+        return _owner_of_made(checks, replace(key, item=key.item[: -len(suffix)]), suffix, step)
+    shared = False
+    for number, check in enumerate(checks):
+        if check.as_recorded and (not shared or check.metric) and check.selects(key, step):
+            return number
+        shared = shared or (check.shares and check.reads(key) and check.selects(key, step))
+    return NO_CHECK
+
+
+def _owner_of_made(checks: Sequence[Check], source: Key, suffix: str, step: int | None) -> int:
+    for number, check in enumerate(checks):
+        if suffix not in check.suffixes or (step is not None and check.steps is not None and step not in check.steps):
+            continue
+        if source.name == check.group if check.reduce else check.reads(source):
+            return number
+    return NO_CHECK

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from probe.check import Check
+from probe.check import DECLARED, NO_CHECK, Check, is_default
 from probe.comparison import CheckResult, Place, Verdict, Worst
 from probe.differences import MISSING, UNEXPECTED
-from probe.judge import NO_CHECK, Judgement
+from probe.fit import fit
+from probe.judge import Judgement
 from probe.limits import Limits
 from probe.point import STEP_CLOCK
-from probe.series import BoolArray, FloatArray
+from probe.reduction import SAMPLE, in_words
+from probe.series import BoolArray
 
 _TENSOR = "||a - b|| / ||b|| (sketch)"
 _NUMBER = "|a - b| / median |b|"
@@ -26,16 +28,15 @@ _METRIC = {
     "exact": "equality",
     "rel": "|a - b| / |b|",
     "abs": "|a - b|",
-    "rel or abs": "|a - b|",
-    "rel + abs": "|a - b|",
+    "rel or abs": "|a - b|, and in brackets / |b|",
+    "rel + abs": "|a - b|, and in brackets / |b|",
     "ratio": "larger / smaller",
     "record only": "shown, not judged",
 }
-_UNIT = {"calibrated": "relative", "rel": "relative", "ratio": "ratio", "exact": "", "record only": "relative"}
 
 
 def rows(checks: Sequence[Check], judgements: Sequence[Judgement], limits: Limits | None) -> tuple[CheckResult, ...]:
-    """Return one row for each check that has cells.
+    """Return one row for each check that has cells, and for each of a plan whether it has or not.
 
     Args:
         judgements: One for each candidate. A row shows the candidate that is furthest off; where candidates disagree
@@ -47,7 +48,40 @@ def rows(checks: Sequence[Check], judgements: Sequence[Judgement], limits: Limit
         present = [row for row in of_candidates if row is not None]
         if present:
             made.append(_most_telling(present))
+        elif not is_default(check):
+            made.append(_without_cells(check, checks[:number], judgements[0]))
     return tuple(made)
+
+
+def _without_cells(check: Check, earlier: Sequence[Check], judgement: Judgement) -> CheckResult:
+    d = judgement.differences
+    selected = [key for key in d.index.keys if check.selects(key)]
+    if not selected:
+        why = "its selection matches nothing that was recorded"
+    elif check.steps is not None and not any(step in check.steps for step in d.steps):
+        why = f"none of its steps {check.steps} was recorded"
+    elif not check.suffixes and any(one.selects(selected[0]) for one in earlier):
+        why = "all that it selects belongs to checks before it"
+    else:
+        why = "no such number can be made of what was recorded"
+    return CheckResult(
+        what=check.what,
+        where=check.where,
+        form=check.form,
+        metric=_metric(check, check.form, numbers=False),
+        verdict=Verdict.NOT_COMPARABLE,
+        difference=float("nan"),
+        unit=_unit(check, check.form),
+        tolerance=float("nan"),
+        spread=float("nan"),
+        worst=None,
+        quantities=0,
+        cells=0,
+        above=0,
+        not_compared=0,
+        not_compared_why=why,
+        bound=check.bound,
+    )
 
 
 _SEVERITY = (
@@ -113,19 +147,20 @@ def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None)
     shown_cells = judged if judged.any() or check.form != "record only" else mine & d.present
     worst = _worst(judgement, shown_cells, check)
     exact = bool(judgement.exact[judged].all()) if judged.any() else check.form == "exact"
-    spread = judgement.spread[judged & ~judgement.exact]
-    vacuous, horizon = _power(judgement, limits, mine & d.present & ~judgement.exact)
+    spread = judgement.spread[shown_cells & ~judgement.exact]
+    vacuous, horizon = _power(judgement, limits, mine & d.present & ~judgement.exact, check)
+    fitting, needed = fit(judgement, judged)
     form = "exact" if exact and check.form == "calibrated" else check.form
     return CheckResult(
         what=check.what,
         where=check.where,
         form=form,
-        metric=_metric(form, bool(d.number[judged].all()) if judged.any() else False),
+        metric=_metric(check, form, numbers=_of_numbers(judgement, shown_cells)),
         verdict=_verdict(judgement, mine, judged, check),
         difference=worst.difference if worst else float("nan"),
-        unit="" if worst and isinstance(worst.expected, str) else _UNIT.get(form, "absolute"),
+        unit="" if worst and isinstance(worst.expected, str) else _unit(check, form),
         tolerance=worst.tolerance if worst else float("nan"),
-        spread=_spread(spread, form),
+        spread=float("nan") if not spread.size or np.isnan(spread).all() else float(np.nanmax(spread)),
         worst=worst,
         quantities=len(set(d.index.of_cell[np.flatnonzero(there.any(axis=(0, 1)))])),
         cells=int(judged.sum()),
@@ -137,21 +172,34 @@ def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None)
         assumed=bool(judgement.assumed[judged].any()),
         horizon=horizon,
         bound=check.bound,
+        fit=fitting,
+        needed=needed,
     )
 
 
-def _spread(spread: FloatArray, form: str) -> float:
-    """Return the largest difference of the unmodified code with itself in the form's unit; NaN where not known."""
-    if not spread.size or np.isnan(spread).all() or form in ("abs", "rel or abs", "rel + abs"):
-        return float("nan")
-    largest = float(np.nanmax(spread))
-    return 1 + largest if form == "ratio" else largest
+def _of_numbers(judgement: Judgement, cells: BoolArray) -> bool:
+    """Say whether the cells are numbers, so that no norm is taken of their difference."""
+    return bool(cells.any() and judgement.differences.number[cells].all())
 
 
-def _metric(form: str, numbers: bool) -> str:
-    if form == "calibrated":
-        return _NUMBER if numbers else _TENSOR
-    return _METRIC[form]
+def _metric(check: Check, form: str, *, numbers: bool) -> str:
+    made = in_words(check.metric, check.reduce, check.window, check.over_ranks)
+    if form == "exact" or (form == "record only" and not check.bound):
+        return f"{_METRIC[form]} {made}".rstrip()
+    text = _NUMBER if numbers else _TENSOR
+    if form != "calibrated":
+        text = _METRIC[form] if form != "record only" else _METRIC["rel" if check.unit == "relative" else "abs"]
+        if not numbers and not made:
+            text = text.replace("|a - b|", "||a - b||").replace("|b|", "||b||") + " (sketch)"
+    if SAMPLE in check.metric:
+        text = text.replace("|a - b|", "largest |a - b|").replace("/ |b|", "/ largest |b|")
+    return f"{text} {made}".rstrip()
+
+
+def _unit(check: Check, form: str) -> str:
+    if form == "exact":
+        return ""
+    return check.unit if form in DECLARED or check.bound else "relative"
 
 
 def _verdict(judgement: Judgement, mine: BoolArray, judged: BoolArray, check: Check) -> Verdict:
@@ -183,7 +231,9 @@ def _worst(judgement: Judgement, cells: BoolArray, check: Check) -> Worst | None
         expected=expected,
         actual=actual,
         difference=float(judgement.shown[s, r, cell]),
-        tolerance=float(judgement.tolerance[s, r, cell]) if check.form != "record only" else float("nan"),
+        tolerance=float(judgement.tolerance[s, r, cell])
+        if check.form != "record only" or check.bound
+        else float("nan"),
         spread=float("nan") if judgement.exact[s, r, cell] else float(judgement.spread[s, r, cell]),
     )
 
@@ -198,10 +248,12 @@ def _smallest(judgement: Judgement, judged: BoolArray) -> float:
     if not cells.any():
         return 0.0 if judged.any() else float("nan")
     first = int(np.argmax(cells.any(axis=(1, 2))))
-    return float(np.nanmax(judgement.tolerance[first][cells[first]]))
+    with np.errstate(all="ignore"):
+        allowed = judgement.relative_tolerance[first][cells[first]]
+    return float(np.nanmax(allowed)) if not np.isnan(allowed).all() else float("nan")
 
 
-def _power(judgement: Judgement, limits: Limits | None, cells: BoolArray) -> tuple[bool, int | None]:
+def _power(judgement: Judgement, limits: Limits | None, cells: BoolArray, check: Check) -> tuple[bool, int | None]:
     """Tell whether a scrambled run would pass the check, and the last step that is judged in every quantity of it."""
     if limits is None or not cells.any():
         return False, None
@@ -210,12 +262,21 @@ def _power(judgement: Judgement, limits: Limits | None, cells: BoolArray) -> tup
     known = series[limits.known[series] > 0]
     if not known.size:
         return False, None
+    if check.form in DECLARED:
+        return _scrambled_passes(judgement, limits, cells), None
     vacuous = all(limits.mark[one] in ("vacuous", "weak") for one in known)
     judged_steps = (limits.judged[:, known] > 0).all(axis=1)
     if judged_steps.all():
         return vacuous, None
     last = int(np.argmin(judged_steps))
     return vacuous, d.steps[last - 1] if last else 0
+
+
+def _scrambled_passes(judgement: Judgement, limits: Limits, cells: BoolArray) -> bool:
+    """Tell whether a declared tolerance is above what a scrambled run differs by, wherever that is known."""
+    control = np.broadcast_to(limits.control[judgement.differences.index.of_cell], cells.shape)
+    known = cells & (control > 0)
+    return bool(known.any() and (judgement.relative_tolerance[known] >= control[known]).all())
 
 
 def _why_not(judgement: Judgement, cells: BoolArray, check: Check) -> str:
@@ -239,10 +300,11 @@ def _why_not(judgement: Judgement, cells: BoolArray, check: Check) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
 
 
-def unselected(judgement: Judgement) -> int:
-    """Count the series that no check selects."""
+def unselected(judgement: Judgement, checks: Sequence[Check]) -> int:
+    """Count the series that no check judges, or makes a number of."""
     d = judgement.differences
     column = (judgement.check == NO_CHECK).all(axis=0)
     present = np.zeros(len(d.index), dtype=bool)
     np.logical_or.at(present, d.index.of_cell, d.present.any(axis=(0, 1)))
-    return int((column & present).sum())
+    left = np.flatnonzero(column & present)
+    return sum(not any(check.suffixes and check.selects(d.index.keys[int(one)]) for check in checks) for one in left)

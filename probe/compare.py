@@ -15,17 +15,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from probe import check_rows, provenance_changes
-from probe.check import Check, default_checks
+from probe.check import NO_CHECK, Check, default_checks, owner
 from probe.comparison import Comparison, Coverage, FirstDivergence, Outcome, PairSummary
 from probe.differences import MISSING, UNEXPECTED, Axes, Collector, Differences, series_scale, walk
 from probe.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32, measure
 from probe.errors import IncomparableError, ToleranceError, listed
+from probe.fit import edits, fit_notes
 from probe.judge import Judgement, judge
 from probe.limits import Limits, edited, lay_out
 from probe.locate import locate
 from probe.loss_scale import MICRO_LOSS, agreed_scales, as_backward_got, divisors, microbatches
 from probe.outcome import Gaps, decide
 from probe.point import Key, Kind
+from probe.reduced import reduced
 from probe.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, SeriesIndex
 from probe.store.layout import StepRows
 from probe.tolerance import Tolerances
@@ -81,13 +83,14 @@ def compare_cells(
         )
     provenance_changes.check_comparable(baselines, candidates, same_code=same_code)
     checks = default_checks() if checks is None else checks
-    runs = [*baselines, *candidates]
+    runs = reduced([*baselines, *candidates], checks)
     axes = _axes(baselines, candidates)
     measured = _measure(runs, len(baselines), axes, _loss_tolerances(tolerances, axes))
     index = measured.pairs[0, len(baselines)].index
     limits = None if tolerances is None else _limits(tolerances, index, axes, checks, baselines[0])
     flaky = _flaky(measured, len(baselines), index, checks)
-    judged = {pair: judge(differences, limits, checks, flaky) for pair, differences in measured.pairs.items()}
+    seen = _spread_of_baselines(measured, len(baselines))
+    judged = {pair: judge(differences, limits, checks, flaky, seen) for pair, differences in measured.pairs.items()}
     judgements = [judged[0, len(baselines) + c] for c in range(len(candidates))]
     rows = check_rows.rows(checks, judgements, limits)
     coverage = _coverage([judgement.differences for judgement in judgements])
@@ -107,7 +110,8 @@ def compare_cells(
         provenance_changes=provenance_changes.changes(baselines[0], candidates[0]),
         notes=(
             *decision.notes,
-            *_notes(baselines, candidates, judgements, measured, tolerances, index, flaky),
+            *fit_notes(rows),
+            *_notes(baselines, candidates, judgements, measured, tolerances, index, flaky, checks),
         ),
         more_runs=decision.more_runs,
     )
@@ -183,7 +187,8 @@ def _limits(
             f"The tolerances are of another job: they were calibrated with {tolerances.world_size} ranks, and "
             f"{str(baseline.path)!r} has {baseline.world_size}. Calibrate with runs of this job."
         )
-    factors = [next((check.k for check in checks if check.selects(key)), None) for key in index.keys]
+    owners = [owner(checks, key) for key in index.keys]
+    factors = [None if one == NO_CHECK else checks[one].k for one in owners]
     limits = lay_out(tolerances, index.keys, axes.steps, factors)
     if len(index) and not limits.known.any():
         raise ToleranceError(
@@ -194,7 +199,17 @@ def _limits(
 
 
 def _form(key: Key, checks: Sequence[Check]) -> str:
-    return next((check.form for check in checks if check.selects(key)), "record only")
+    number = owner(checks, key)
+    return "record only" if number == NO_CHECK else checks[number].form
+
+
+def _spread_of_baselines(measured: _Measured, baselines: int) -> FloatArray | None:
+    """Return how far the baselines at hand are apart, [S, series], up to each step; None for a single baseline."""
+    pairs = [d for (_, two), d in measured.pairs.items() if two < baselines]
+    if not pairs:
+        return None
+    apart = np.fmax.reduce([d.index.largest(np.where(d.exact, np.nan, d.difference)) for d in pairs])
+    return np.asarray(np.fmax.accumulate(apart, axis=0), dtype=np.float64)
 
 
 def _flaky(measured: _Measured, baselines: int, index: SeriesIndex, checks: Sequence[Check]) -> BoolArray:
@@ -302,6 +317,7 @@ def _notes(
     tolerances: Tolerances | None,
     index: SeriesIndex,
     flaky: BoolArray,
+    checks: Sequence[Check],
 ) -> list[str]:
     notes = []
     if tolerances is None:
@@ -317,6 +333,8 @@ def _notes(
         changed = edited(tolerances, dict(zip(index.labels, index.keys, strict=True)))
         if changed:
             notes.append(f"Tolerances edited since calibration: {listed(changed)}.")
+        if tolerances.declared:
+            notes += edits(tolerances.declared, checks)
         for name, result in tolerances.self_test.items():
             if result == "not told apart":
                 notes.append(f"The self-test failed: a baseline scrambled by {name} is not told from the baseline.")
@@ -330,7 +348,7 @@ def _notes(
         notes.append(f"Exact values that differ among the baselines are not judged: {listed(names)}.")
     if any(judgement.after_data.any() for judgement in judgements):
         notes.append("The data differ, so that everything from that step on is not comparable.")
-    unselected = check_rows.unselected(judgements[0])
+    unselected = check_rows.unselected(judgements[0], checks)
     if unselected:
         notes.append(f"{unselected} quantities belong to no check and were not judged.")
     code_differs = provenance_changes.code_hash(baselines[0]) != provenance_changes.code_hash(candidates[0])

@@ -123,6 +123,11 @@ class CheckResult:
     """Last step judged in every quantity of the check, when shorter than the run."""
     bound: str = ""
     """The tolerance as a plan declares it, e.g. `15 % or 0.03 abs`; empty when it was calibrated."""
+    fit: str = ""
+    """A declared tolerance beside the measured noise: `vacuous` (more than ten times what calibration would allow),
+    `flaky` (the unmodified code exceeds it by itself), or nothing to say."""
+    needed: float = float("nan")
+    """What calibration would allow instead, in the same unit; NaN for what is not declared or has no known spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +150,8 @@ class FirstDivergence:
     """One sentence that summarises what differs after it."""
     next: str = ""
     """What to record to narrow it down."""
+    unit: str = "relative"
+    """Unit of the difference and the tolerance: `relative`, `absolute` or `ratio`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from probe.distance import TINY, Measured
+from probe.distance import Measured
 from probe.point import Key
 from probe.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, IntArray, SeriesIndex, common_steps
 from probe.store.layout import StepRows
@@ -35,6 +35,8 @@ class Differences:
     """Relative for tensors, in units of the series' scale for numbers; NaN where not comparable or absent."""
     absolute: FloatArray
     """The same as an absolute difference: times the baseline's l2 norm for tensors."""
+    scale: FloatArray
+    """[series] what differences of numbers are divided by."""
     expected: FloatArray
     """The number, or the l2 norm of the tensor."""
     actual: FloatArray
@@ -52,8 +54,8 @@ class Differences:
     """`MISSING` in the candidate, `UNEXPECTED` in it, or 0."""
     order: npt.NDArray[np.int32]
     """Execution index in the baseline; -1 where it has none."""
-    texts: dict[tuple[int, int, int], tuple[str, str]]
-    """Both values of cells that are text, by (s, r, cell)."""
+    texts: dict[tuple[int, int, int], tuple[float | str, float | str]]
+    """Both values of cells whose number or norm is not what is shown, by (s, r, cell)."""
     assumed: FloatArray
     """Tolerance where nothing was measured."""
 
@@ -148,7 +150,8 @@ class Collector:
             keys=tuple(catalog.keys),
             index=index,
             difference=difference,
-            absolute=np.where(number, raw, raw * np.where(np.abs(expected) >= TINY, expected, actual)),
+            absolute=self.dense("absolute", axes, catalog),
+            scale=scale,
             expected=expected,
             actual=actual,
             present=present,

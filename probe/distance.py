@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from probe.point import Key, Kind
+from probe.reduction import SAMPLE
 from probe.series import Alignment, BoolArray, FloatArray, IntArray
 from probe.store.layout import StepRows
 
@@ -61,6 +62,8 @@ class Measured:
     cells: IntArray
     difference: FloatArray
     """Relative for tensors, absolute for numbers, 0 or 1 for exact kinds without a magnitude; NaN if not comparable."""
+    absolute: FloatArray
+    """The same as an absolute difference: of one number, or times the baseline's l2 norm for tensors."""
     number: BoolArray
     """The difference is absolute, of one number."""
     exact: BoolArray
@@ -77,8 +80,8 @@ class Measured:
     actual: FloatArray
     order: npt.NDArray[np.int32]
     """Execution index in the baseline."""
-    texts: dict[int, tuple[str, str]]
-    """Both texts, by cell, where either is not empty."""
+    texts: dict[int, tuple[float | str, float | str]]
+    """Both texts, by cell, where either is not empty, and the two samples that are furthest apart."""
     assumed: FloatArray
     """Tolerance where nothing was measured: `ASSUMED_EPSILONS` of the recorded type, relative."""
 
@@ -159,6 +162,7 @@ def measure(baseline: StepRows, candidate: StepRows, pairs: Alignment, divisor: 
     with np.errstate(all="ignore"):
         scaled = value_a if divisor is None else value_a / divisor
         tensors = sketch_distance(baseline, rows_b, candidate, rows_a, divisor)
+        furthest = _furthest_samples(baseline, of_b, candidate, of_a, pairs, tensors, divisor)
         difference = np.where(number, np.abs(value_b - scaled), np.where(numel == 0, 0.0, tensors))
     hash_b, hash_a = baseline.hash[rows_b], candidate.hash[rows_a]
     hashed = hash_b.any(axis=1) & hash_a.any(axis=1)
@@ -175,9 +179,14 @@ def measure(baseline: StepRows, candidate: StepRows, pairs: Alignment, divisor: 
     difference = np.where(missing_size, unequal.astype(np.float64), difference)
     difference[(reshaped & ~exact) | (nonfinite > 0)] = np.nan
     l2_b, l2_a = magnitude(baseline)[rows_b], magnitude(candidate)[rows_a]
+    # What has one element, integers included, differs by a number; what has more, by a part of its size.
+    size = np.where(np.abs(l2_b) >= TINY, l2_b, l2_a)
+    with np.errstate(invalid="ignore"):
+        absolute = np.where(numel == 1, difference, difference * size)
     return Measured(
         cells=pairs.cells,
         difference=difference,
+        absolute=absolute,
         number=number & ~exact,
         exact=exact,
         unequal=unequal,
@@ -191,9 +200,39 @@ def measure(baseline: StepRows, candidate: StepRows, pairs: Alignment, divisor: 
         texts={
             int(pairs.cells[row]): (baseline.text[of_b[row]], candidate.text[of_a[row]])
             for row in np.flatnonzero((numel == 0) & exact)
-        },
+        }
+        | furthest,
         assumed=ASSUMED_EPSILONS * epsilons(baseline.dtype)[rows_b],
     )
+
+
+@lru_cache(maxsize=256)
+def _sampled_rows(pairs: Alignment) -> tuple[int, ...]:
+    return tuple(row for row, key in enumerate(pairs.keys) if key.item.endswith(f"({SAMPLE})"))
+
+
+def _furthest_samples(
+    baseline: StepRows,
+    of_b: IntArray,
+    candidate: StepRows,
+    of_a: IntArray,
+    pairs: Alignment,
+    difference: FloatArray,
+    divisor: FloatArray | None,
+) -> dict[int, tuple[float | str, float | str]]:
+    """Measure rows of sampled values, in place: largest |a - b| over largest |b|; return both values by cell."""
+    found: dict[int, tuple[float | str, float | str]] = {}
+    for row in _sampled_rows(pairs):
+        expected = baseline.sample[of_b[row]].astype(np.float64)
+        actual = candidate.sample[of_a[row]].astype(np.float64)
+        if divisor is not None:
+            actual = actual / divisor[row]
+        apart = np.nan_to_num(np.abs(expected - actual), nan=0.0)
+        at = int(np.argmax(apart))
+        size = np.nanmax(np.abs(expected), initial=0.0) or np.nanmax(np.abs(actual), initial=0.0)
+        difference[row] = apart[at] / size if size else 0.0
+        found[int(pairs.cells[row])] = (float(expected[at]), float(actual[at]))
+    return found
 
 
 def _order(baseline: StepRows, of_b: IntArray, pairs: Alignment) -> npt.NDArray[np.int32]:

@@ -8,18 +8,17 @@ Shapes: S steps, R ranks, C cells.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from probe.check import Check
+from probe.check import DECLARED, NO_CHECK, Check, owner
 from probe.differences import MISSING, Differences
 from probe.limits import Limits
 from probe.point import Kind
 from probe.series import BEFORE, BoolArray, FloatArray, IntArray
-
-NO_CHECK = -1
+from probe.tolerance import K
 
 CLEARLY = 3.0
 """Times the tight tolerance at which a parameter has moved by more than luck with three runs explains."""
@@ -48,7 +47,15 @@ class Judgement:
     flip: FloatArray
     """What one flipped sign of an optimizer update moves a parameter by; 0 for what is none."""
     spread: FloatArray
-    """Difference of the unmodified code with itself, NaN where not known."""
+    """Difference of the unmodified code with itself in the same unit, NaN where not known."""
+    needed: FloatArray
+    """What calibration would allow in the same unit; NaN where the spread was not measured or is zero."""
+    declared: BoolArray
+    """Judged by a bound that a person declared."""
+    is_absolute: BoolArray
+    """Shown and allowed as absolute differences."""
+    is_ratio: BoolArray
+    """Shown and allowed as ratios."""
     exact: BoolArray
     """Judged by equality."""
     assumed: BoolArray
@@ -73,9 +80,29 @@ class Judgement:
         """Cells above tolerance."""
         return np.asarray(self.excess > 1)
 
-    def worst_series(self, steps: int | None = None) -> FloatArray:
-        """Return the largest excess of each series, [series], over the first steps; NaN where none of it is judged."""
-        return np.asarray(np.fmax.reduce(self.differences.index.largest(self.excess[:steps]), axis=0))
+    @property
+    def relative_tolerance(self) -> FloatArray:
+        """The tolerance as the least relative change that exceeds it."""
+        magnitude = np.abs(self.differences.expected)
+        with np.errstate(all="ignore"):
+            relative = np.where(self.is_absolute, self.tolerance / magnitude, self.tolerance)
+        return np.asarray(np.where(self.is_ratio, self.tolerance - 1, relative), dtype=np.float64)
+
+    @property
+    def flaky(self) -> BoolArray:
+        """Cells whose declared tolerance the unmodified code exceeds by itself."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(self.declared & (self.spread > self.tolerance))
+
+    def worst_series(self, steps: int | None = None, cells: BoolArray | None = None) -> FloatArray:
+        """Return the largest excess of each series, [series]; NaN where none of it is judged.
+
+        Args:
+            steps: Only the first so many steps; None: all.
+            cells: Only these cells; None: all.
+        """
+        excess = self.excess if cells is None else np.where(cells, self.excess, np.nan)
+        return np.asarray(np.fmax.reduce(self.differences.index.largest(excess[:steps]), axis=0))
 
     def flipped_step(self) -> int | None:
         """Return the index of the step at which chance alone may have flipped signs of an optimizer's update.
@@ -100,25 +127,24 @@ def assign(differences: Differences, checks: Sequence[Check]) -> IntArray:
     """Give each series, at each step, the first check that selects it, [S, series]."""
     keys = differences.index.keys
     if all(check.steps is None for check in checks):
-        row = [next((n for n, check in enumerate(checks) if check.selects(key)), NO_CHECK) for key in keys]
+        row = [owner(checks, key) for key in keys]
         return np.tile(np.array(row, dtype=np.intp), (len(differences.steps), 1))
-    return np.array(
-        [
-            [next((n for n, check in enumerate(checks) if check.selects(key, step)), NO_CHECK) for key in keys]
-            for step in differences.steps
-        ],
-        dtype=np.intp,
-    )
+    return np.array([[owner(checks, key, step) for key in keys] for step in differences.steps], dtype=np.intp)
 
 
 def judge(
-    differences: Differences, limits: Limits | None, checks: Sequence[Check], flaky: BoolArray | None = None
+    differences: Differences,
+    limits: Limits | None,
+    checks: Sequence[Check],
+    flaky: BoolArray | None = None,
+    spread_seen: FloatArray | None = None,
 ) -> Judgement:
     """Judge all cells of one pair of runs.
 
     Args:
         limits: Tolerances laid out for the same series and steps; None: assumed floors.
         flaky: [series] exact kinds that differ among the baselines themselves, and are not judged.
+        spread_seen: [S, series] how far the baselines at hand are apart, for want of limits.
     """
     d, index = differences, differences.index
     cell_of = index.of_cell
@@ -132,25 +158,35 @@ def judge(
     shape = d.difference.shape
     if limits is None:
         tolerance, tight = d.assumed.copy(), d.assumed.copy()
-        spread, flip, within_horizon = np.full(shape, np.nan), np.zeros(shape), np.ones(shape, dtype=bool)
+        seen = np.full((shape[0], len(index)), np.nan) if spread_seen is None else spread_seen
+        spread = np.broadcast_to(seen[:, None, cell_of], shape).copy()
+        flip, within_horizon = np.zeros(shape), np.ones(shape, dtype=bool)
         assumed = d.present & ~d.exact
     else:
         tolerance, tight, spread, flip = (
             np.broadcast_to(values[:, None, cell_of], shape).copy()
             for values in (limits.tolerance, limits.tight, limits.spread, limits.flip)
         )
+        if spread_seen is not None:
+            spread = np.where(np.isnan(spread), spread_seen[:, None, cell_of], spread)
         within_horizon = np.broadcast_to(limits.judged[:, None, cell_of] > 0, shape)
         assumed = np.zeros(shape, dtype=bool)
     shown = d.difference.copy()
+    needed = np.full(shape, np.nan)
     with np.errstate(all="ignore"):
         excess = shown / tolerance
-        for number, declared in enumerate(checks):
-            if declared.form in ("rel", "abs", "rel or abs", "rel + abs", "ratio"):
+        calibrated = K * spread if limits is None else np.fmax(K * spread, tolerance)
+        least = np.where(spread > 0, calibrated, np.nan)
+        for number, one in enumerate(checks):
+            if one.form in DECLARED or one.bound:
                 cells = (check == number)[:, None, cell_of] & d.present
-                bounds = _declared(declared, d)
-                shown[cells], tolerance[cells], excess[cells] = (values[cells] for values in bounds)
+                unit = shown_in(one, d)
+                shown[cells] = unit(d.absolute)[cells] if one.form != "ratio" else _ratio(d)[cells]
+                spread[cells], needed[cells] = (unit(in_absolute(d, each))[cells] for each in (spread, least))
+                bounds = _bounds(one, d)
+                tolerance[cells], excess[cells] = bounds[cells], _quotient(one, shown, bounds)[cells]
                 tight[cells] = tolerance[cells]
-    declared_form = np.isin(form, ("rel", "abs", "rel or abs", "rel + abs", "ratio")) & np.ones(shape, dtype=bool)
+    declared_form = np.isin(form, DECLARED) & np.ones(shape, dtype=bool)
     assumed &= ~declared_form
     exact = (d.exact & ~declared_form) | ((form == "exact") & d.present)
     excess[exact] = np.where(d.identical[exact], 0.0, np.inf)
@@ -176,6 +212,10 @@ def judge(
         tight=tight,
         flip=flip,
         spread=spread,
+        needed=needed,
+        declared=declared_form & judged & ~exact,
+        is_absolute=declared_form & _of(checks, check, "absolute")[:, None, cell_of],
+        is_ratio=declared_form & _of(checks, check, "ratio")[:, None, cell_of],
         exact=exact,
         assumed=assumed & judged,
         poisoned=d.nonfinite == 2,
@@ -188,29 +228,55 @@ def judge(
     )
 
 
-def _declared(check: Check, d: Differences) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return difference, tolerance and their quotient in a declared form, relative to the baseline's own value."""
-    absolute = d.absolute
+def _of(checks: Sequence[Check], check: IntArray, unit: str) -> BoolArray:
+    """Return which series, at each step, belong to a check of this unit, [S, series]."""
+    return np.array([one.unit == unit for one in checks] + [False], dtype=bool)[check]
+
+
+def in_absolute(d: Differences, values: FloatArray) -> FloatArray:
+    """Turn differences as they are calibrated, [S, R, C], into absolute ones."""
+    return np.asarray(values * np.where(d.number, d.scale[d.index.of_cell], np.abs(d.expected)), dtype=np.float64)
+
+
+def shown_in(check: Check, d: Differences) -> Callable[[FloatArray], FloatArray]:
+    """Return what turns absolute differences, [S, R, C], into the unit of a declared form.
+
+    A relative difference is relative to the baseline's own value; a ratio is how much larger or smaller it can be.
+    """
     magnitude = np.abs(d.expected)
-    relative = np.where(absolute == 0, 0.0, absolute / magnitude)
+
+    def convert(absolute: FloatArray) -> FloatArray:
+        if check.unit == "absolute":
+            return absolute
+        with np.errstate(all="ignore"):
+            relative = np.where(absolute == 0, 0.0, absolute / magnitude)
+        return 1 + relative if check.unit == "ratio" else relative
+
+    return convert
+
+
+def _bounds(check: Check, d: Differences) -> FloatArray:
+    """Return what a declared form allows in its unit, [S, R, C]."""
+    magnitude = np.abs(d.expected)
     rel, bound = check.rel or 0.0, check.abs or 0.0
-    if check.form == "rel":
-        return relative, np.full_like(relative, rel), _quotient(relative, rel)
-    if check.form == "abs":
-        return absolute, np.full_like(absolute, bound), _quotient(absolute, bound)
     if check.form == "rel + abs":
-        allowed = bound + rel * magnitude
-        return absolute, allowed, np.where(absolute == 0, 0.0, absolute / allowed)
+        return np.asarray(bound + rel * magnitude, dtype=np.float64)
     if check.form == "rel or abs":
-        allowed = np.fmax(bound, rel * magnitude)
-        return absolute, allowed, np.where(absolute == 0, 0.0, absolute / allowed)
-    larger = np.fmax(np.abs(d.actual), magnitude) / np.fmin(np.abs(d.actual), magnitude)
-    larger = np.where(d.actual == d.expected, 1.0, larger)
-    return larger, np.full_like(larger, check.ratio or 1.0), larger / (check.ratio or 1.0)
+        return np.fmax(bound, rel * magnitude)
+    least = {"relative": rel, "absolute": bound, "ratio": check.ratio or 1.0}[check.unit]
+    return np.full_like(magnitude, least)
 
 
-def _quotient(values: FloatArray, bound: float) -> FloatArray:
-    return np.asarray(np.where(values == 0, 0.0, values / bound), dtype=np.float64)
+def _ratio(d: Differences) -> FloatArray:
+    """Return the larger of the two magnitudes over the smaller; 1 where both are zero."""
+    expected, actual = np.abs(d.expected), np.abs(d.actual)
+    return np.where(actual == expected, 1.0, np.fmax(actual, expected) / np.fmin(actual, expected))
+
+
+def _quotient(check: Check, shown: FloatArray, bounds: FloatArray) -> FloatArray:
+    """Return difference / tolerance; of a ratio, how much of the way from 1 to the bound it went."""
+    nothing = 1.0 if check.unit == "ratio" else 0.0
+    return np.asarray(np.where(shown == nothing, 0.0, (shown - nothing) / (bounds - nothing)), dtype=np.float64)
 
 
 def _after_other_data(d: Differences, unequal: BoolArray) -> BoolArray:

@@ -62,7 +62,9 @@ def locate(judgements: Sequence[Judgement]) -> FirstDivergence | None:
     ratio = np.fmin.reduce([_tight_ratio(judgement) for judgement in judgements])
     first = judgements[0]
     state = np.array([key.kind is Kind.STATE for key in first.differences.keys])
-    off = ratio > _margin(ratio)
+    # Something required that is missing is proof enough: what is slightly above ahead of it is luck.
+    margin = LARGEST_MARGIN if all(judgement.lost.any() for judgement in judgements) else _margin(ratio)
+    off = ratio > margin
     spot = _earliest(first, off & ~state) or _earliest(first, off)
     if spot is None:
         return None
@@ -128,7 +130,13 @@ def _describe(
         because=because,
         after=_after(judgement, off, spot),
         next=_next(place, key),
+        unit=_unit(judgement, spot),
     )
+
+
+def _unit(judgement: Judgement, spot: _Spot) -> str:
+    cell = (spot.s, spot.r, spot.cell)
+    return "ratio" if judgement.is_ratio[cell] else "absolute" if judgement.is_absolute[cell] else "relative"
 
 
 def _phase(judgement: Judgement, key: Key, spot: _Spot) -> str:

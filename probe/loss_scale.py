@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from probe.point import STEP_CLOCK, Key, Kind
+from probe.reduction import COUNT, SUM_SQUARES
 from probe.series import CLIPPED, Alignment, FloatArray
 from probe.store.layout import StepRows
 
@@ -77,10 +78,14 @@ def divisors(pairs: Alignment, scales: dict[int, float], microbatches: tuple[int
     if microbatches[0] != microbatches[1] or len(scales) != microbatches[0]:
         common = 1.0
     for row, key in enumerate(pairs.keys):
-        if key.kind is Kind.BACKWARD or (key.kind is Kind.LOSS and key.name == MICRO_LOSS):
+        if key.item.endswith(f"({COUNT})"):
+            continue
+        if key.kind is Kind.LOSS and key.microbatch == STEP_CLOCK:
+            divisor[row] = common
+        elif key.kind is Kind.BACKWARD or (key.kind is Kind.LOSS and key.name == MICRO_LOSS):
             divisor[row] = scales.get(key.microbatch, 1.0)
         elif key.kind is Kind.GRAD and key.item != CLIPPED:
-            divisor[row] = common
+            divisor[row] = common**2 if key.item.endswith(f"({SUM_SQUARES})") else common
     return divisor
 
 
@@ -109,7 +114,8 @@ def _loss_rows(keys: tuple[Key, ...]) -> tuple[int, ...]:
     for known, found in _KNOWN:
         if known is keys or known == keys:
             return found
-    found = tuple(row for row, key in enumerate(keys) if key.kind is Kind.LOSS)
+    # A number that a check makes of losses (`micro_loss(mean over ranks)`) is no loss of a microbatch.
+    found = tuple(row for row, key in enumerate(keys) if key.kind is Kind.LOSS and "(" not in key.item)
     _KNOWN.insert(0, (keys, found))
     del _KNOWN[16:]
     return found

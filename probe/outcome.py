@@ -68,7 +68,10 @@ def decide(
         return Decision(outcome=Outcome.DIFFERENT, reason=wrong)
     if gaps.stopped:
         return Decision(outcome=Outcome.DIFFERENT, reason=gaps.stopped)
-    worst = np.array([judgement.worst_series() for judgement in judgements])
+    declared = _above_declared(judgements)
+    if declared is not None and declared.outcome is Outcome.DIFFERENT:
+        return declared
+    worst = np.array([judgement.worst_series(cells=~judgement.declared) for judgement in judgements])
     above = worst > 1
     # A flipped sign of one element's update (AdamW: +-lr whatever the gradient) is seen downstream in everything.
     flipped = [judgement.flipped_step() for judgement in judgements]
@@ -76,13 +79,59 @@ def decide(
     if tolerances is not None and tolerances.assumed:
         # How re-ordered work grows from step to step was not measured, so that only the first step is beyond doubt.
         until = [1] * len(judgements)
-    far = (np.array([j.worst_series(n) for j, n in zip(judgements, until, strict=True)]) > FAR).all(axis=0)
+    worst_until = [j.worst_series(n, ~j.declared) for j, n in zip(judgements, until, strict=True)]
+    far = (np.array(worst_until) > FAR).all(axis=0)
     if tolerances is not None and int(far.sum()) >= FAR_QUANTITIES:
         reason = f"{int(far.sum())} quantities are more than {FAR:.0f} times above tolerance."
         return Decision(outcome=Outcome.DIFFERENT, reason=reason)
     if above.any():
-        return _provisional(worst, judgements, tolerances)
-    return _calm(judgements, checks, tolerances, gaps, ())
+        found = _provisional(worst, judgements, tolerances)
+        if found.outcome is not Outcome.EQUIVALENT:
+            return found
+    return declared or (found if above.any() else _calm(judgements, checks, tolerances, gaps, ()))
+
+
+def _above_declared(judgements: Sequence[Judgement]) -> Decision | None:
+    """Decide about what is above a bound that a person declared; None if nothing is.
+
+    Such a bound is no estimate, so that nothing needs to repeat. Two things make it provisional: a candidate that is
+    within, and unmodified code that exceeds the bound by itself.
+    """
+    firm = np.array([judgement.worst_series(cells=judgement.declared & ~judgement.flaky) for judgement in judgements])
+    loose = np.array([judgement.worst_series(cells=judgement.flaky) for judgement in judgements])
+    repeated = (firm > 1).all(axis=0)
+    if repeated.any():
+        return Decision(
+            outcome=Outcome.DIFFERENT,
+            reason=f"{_quantities(int(repeated.sum()))} above a declared tolerance"
+            f"{' in every candidate' if len(judgements) > 1 else ''}: {_leading(judgements, firm)}.",
+        )
+    if (firm > 1).any():
+        return Decision(
+            outcome=Outcome.INCONCLUSIVE,
+            reason=f"{_quantities(int((firm > 1).any(axis=0).sum()))} above a declared tolerance in one candidate and "
+            f"within in another: {_leading(judgements, firm)}.",
+            more_runs="Record one more candidate, or see why the candidates differ.",
+        )
+    if (loose > 1).any():
+        return Decision(
+            outcome=Outcome.INCONCLUSIVE,
+            reason=f"{_quantities(int((loose > 1).any(axis=0).sum()))} above a declared tolerance that the unmodified "
+            f"code exceeds by itself: {_leading(judgements, loose)}.",
+            more_runs="Declare a tolerance above the spread, or leave the check to calibration (form = 'calibrated').",
+        )
+    return None
+
+
+def _quantities(count: int) -> str:
+    return f"{count} quantities are" if count > 1 else "1 quantity is"
+
+
+def _leading(judgements: Sequence[Judgement], worst: FloatArray) -> str:
+    leading = int(np.nanargmax(np.nan_to_num(worst, nan=-1.0).max(axis=0)))
+    times = float(np.nanmax(worst[:, leading]))
+    label = judgements[0].differences.index.labels[leading]
+    return f"{label} is {f'{times:.3g} times its tolerance' if np.isfinite(times) else 'off, and nothing is allowed'}"
 
 
 def _wrong_in_itself(judgements: Sequence[Judgement]) -> str:
@@ -198,12 +247,19 @@ def _calm(
         return _cannot(
             f"Only {gaps.matched_share:.0%} of the baseline's values are in the candidate in the same shape."
         )
+    nothing = [check for check in checks if not check.quantities]
+    if nothing:
+        return _cannot(
+            f"Check {nothing[0].what!r} judged nothing: {nothing[0].not_compared_why}. Correct or remove it."
+        )
     if not any(_telling(check) for check in checks):
         return _cannot("No check could have told a scrambled run from a sound one.")
     if tolerances is None:
-        identical = all(check.verdict in (Verdict.IDENTICAL, Verdict.RECORDED_ONLY) for check in checks if check.cells)
-        if identical:
+        calm = (Verdict.IDENTICAL, Verdict.RECORDED_ONLY)
+        if all(check.verdict in calm for check in checks if check.cells):
             return Decision(outcome=Outcome.EQUIVALENT, reason="All recorded values are bit-identical.")
+        if all(check.verdict in calm or not check.assumed for check in checks if check.cells):
+            return Decision(outcome=Outcome.EQUIVALENT, reason=_closest(judgements), notes=notes)
         return Decision(
             outcome=Outcome.INCONCLUSIVE,
             reason="Nothing was calibrated: the values differ by less than assumed tolerances.",

@@ -50,13 +50,17 @@ _CHECK_KEYS = (
     "k",
     "kinds",
     "leaf",
+    "metric",
+    "over_ranks",
     "ratio",
+    "reduce",
     "rel",
     "required",
     "select",
     "steps",
     "what",
     "where",
+    "window",
     "without",
 )
 _TOP_KEYS = ("check", "default_checks", "record")
@@ -131,6 +135,10 @@ def _check_as_dict(check: Check) -> dict[str, Any]:
         "ratio": check.ratio,
         "k": check.k,
         "steps": None if check.steps is None else str(check.steps),
+        "metric": list(check.metric),
+        "reduce": check.reduce or None,
+        "window": check.window,
+        "over_ranks": check.over_ranks or None,
     }
     return {name: value for name, value in plain.items() if value not in (None, [])}
 
@@ -216,6 +224,10 @@ def _check(table: Mapping[str, Any], number: int) -> Check:
             leaf=_selections(table, "leaf", where, ()),
             without=_selections(table, "without", where, ()),
             steps=_steps(table, where),
+            metric=_texts(table, "metric", where) if "metric" in table else (),
+            reduce=_typed(table, "reduce", str, "text", where, ""),
+            window=_whole(table, "window", where),
+            over_ranks=_typed(table, "over_ranks", str, "text", where, ""),
             **bounds,
         )
     except PlanError as error:
@@ -254,6 +266,13 @@ def _number(table: Mapping[str, Any], key: str, where: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise PlanError(f"Key {key!r} of {where} is {_described(value)}, not a number.")
     return float(value)
+
+
+def _whole(table: Mapping[str, Any], key: str, where: str) -> int | None:
+    value = table.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, type(None))):
+        raise PlanError(f"Key {key!r} of {where} is {_described(value)}, not a whole number.")
+    return value
 
 
 def _texts(table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:

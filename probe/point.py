@@ -62,7 +62,7 @@ class Key:
         """Text that is unique within a step, e.g. `forward/blocks.3.attn[0]@1#2` (second call in microbatch 1)."""
         text = f"{self.kind.value}/{self.name}"
         if self.item:
-            text += self.item if self.item[0] in "[." else f":{self.item}"
+            text += self.item if self.item[0] in "[.(" else f":{self.item}"
         if self.microbatch > 0:
             text += f"@{self.microbatch}"
         if self.call:

@@ -106,6 +106,8 @@ class Tolerances:
     """How scrambled baselines were judged: `step shift` and `rank rotation` to `different`, `not told apart` or
     `not run`."""
     notes: tuple[str, ...] = ()
+    declared: Mapping[str, str] = field(default_factory=dict)
+    """Bounds that the plan declared, by the name of the check, as they were when the runs were calibrated."""
 
     @property
     def plain_runs(self) -> int:
@@ -136,6 +138,7 @@ _TOP = (
     "repeatable",
     "notes",
     "self_test",
+    "declared",
     "runs",
     "families",
 )
@@ -191,6 +194,10 @@ def dump(tolerances: Tolerances) -> str:
         f"notes = [{', '.join(map(_text, tolerances.notes))}]",
         f"self_test = {{ {', '.join(f'{_text(k)} = {_text(v)}' for k, v in tolerances.self_test.items())} }}",
     ]
+    if tolerances.declared:
+        lines.append(
+            f"declared = {{ {', '.join(f'{_text(k)} = {_text(v)}' for k, v in tolerances.declared.items())} }}"
+        )
     for run in tolerances.runs:
         lines += ["", "[[runs]]", f"run_id = {_text(run.run_id)}", f"path = {_text(run.path)}"]
         lines += [f"created = {_text(run.created_utc)}", f"command = {_text(run.command)}"]
@@ -317,6 +324,7 @@ def parse(data: Mapping[str, Any]) -> Tolerances:
         repeatable=bool(data.get("repeatable", False)),
         self_test=dict(_table(data, "self_test", "the file")),
         notes=tuple(map(str, data.get("notes", []))),
+        declared={what: str(bound) for what, bound in _table(data, "declared", "the file").items()},
     )
 
 

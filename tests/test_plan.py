@@ -144,7 +144,7 @@ def test_a_command_line_without_steps_leaves_the_plan_its_steps() -> None:
 
 
 KINDS = "backward, batch, call, explicit, forward, grad, grad_norm, loss, lr, param, state"
-CHECK_KEYS = "abs, form, k, kinds, leaf, ratio, rel, required, select, steps, what, where, without"
+CHECK_KEYS = "abs, form, k, kinds, leaf, metric, over_ranks, ratio, reduce, rel, required, select, steps, what, where, window, without"
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def edited(old: str, new: str) -> dict[str, object]:
         (
             "world_size = 2",
             "world_sise = 2",
-            "Key 'world_sise' of the file is unknown. Allowed: assumed, created, families, format, k, notes, "
+            "Key 'world_sise' of the file is unknown. Allowed: assumed, created, declared, families, format, k, notes, "
             "repeatable, runs, self_test, steps, version, world_size.",
         ),
     ],

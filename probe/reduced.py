@@ -1,0 +1,345 @@
+"""Add to a capture the numbers that checks make of what was recorded, as if they had been recorded.
+
+A tensor's mean, the norm of a group of gradients, the mean of a window of steps or of all ranks become rows of their
+own, so that they are calibrated, judged, located and shown by the same rules as everything else. This module must not
+know what is allowed.
+
+Shapes: Q rows of a segment, P rows that are made, K sketch buckets, N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from probe.check import PLAIN_FORM_EXISTS, Check
+from probe.loss_scale import as_backward_got
+from probe.point import STEP_CLOCK, Key
+from probe.reduction import AS_JUDGED, COUNT, NORM, SAMPLE, SUM_SQUARES
+from probe.series import CaptureLike, FloatArray, IntArray
+from probe.store.layout import SAMPLES, SCALARS, SKETCH_K, StepRows
+
+
+def reduced(captures: Sequence[CaptureLike], checks: Sequence[Check]) -> list[CaptureLike]:
+    """Return the captures with the numbers that the checks make; the same captures if they make none."""
+    making = tuple(check for check in checks if check.suffixes)
+    return [ReducedCapture(capture, making) for capture in captures] if making else list(captures)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one check makes of the segments that have the same keys."""
+
+    check: Check
+    metric: str
+    keys: tuple[Key, ...]
+    """[P] names of the numbers in the segment, before windows and ranks are averaged."""
+    sources: tuple[IntArray, ...]
+    """[P] rows that each number is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Numbers of one segment, [P]."""
+
+    keys: tuple[Key, ...]
+    value: FloatArray
+    nonfinite: IntArray
+    order: IntArray
+    dtype: tuple[str, ...]
+    where: tuple[str, ...]
+
+
+class ReducedCapture:
+    """A capture with more rows."""
+
+    def __init__(self, capture: CaptureLike, checks: Sequence[Check]) -> None:
+        self._capture = capture
+        self._checks = tuple(checks)
+        self._layouts: list[tuple[tuple[Key, ...], tuple[_Part, ...]]] = []
+        self._remembered: dict[tuple[int, int], dict[int, _Numbers]] = {}
+
+    @property
+    def path(self) -> Path:
+        return self._capture.path
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return self._capture.manifest
+
+    @property
+    def run_id(self) -> str:
+        return self._capture.run_id
+
+    @property
+    def world_size(self) -> int:
+        return self._capture.world_size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._capture.ranks
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self._capture.problems
+
+    def steps(self, rank: int) -> tuple[int, ...]:
+        return self._capture.steps(rank)
+
+    def rows(self, rank: int, step: int) -> StepRows:
+        """Return a segment with the numbers that are made of it; means stand at the last step and the first rank."""
+        rows = self._capture.rows(rank, step)
+        known = as_backward_got(rows)
+        made: list[StepRows] = []
+        averaged: dict[int, _Numbers] = {}
+        seen: set[Key] = set()
+        for part in self._parts(rows.keys):
+            number = self._checks.index(part.check)
+            if part.check.window is not None or part.check.over_ranks:
+                averaged[number] = _joined(averaged.get(number), _numbers(known, part))
+                continue
+            fresh = _only(part, [key not in seen for key in part.keys])
+            seen.update(fresh.keys)
+            made.append(_samples(known, fresh) if part.metric == SAMPLE else _as_rows(rows, _numbers(known, fresh)))
+        self._remembered[rank, step] = averaged
+        for number, check in enumerate(self._checks):
+            if check.window is not None or check.over_ranks:
+                numbers = self._averaged(number, check, rank, step)
+                if numbers is not None and not seen & set(numbers.keys):
+                    seen.update(numbers.keys)
+                    made.append(_as_rows(rows, numbers))
+        return _stacked(rows, made)
+
+    def _parts(self, keys: tuple[Key, ...]) -> tuple[_Part, ...]:
+        for known, parts in self._layouts:
+            if known is keys or known == keys:
+                return parts
+        parts = tuple(part for check in self._checks for part in _lay_out(check, keys))
+        self._layouts.insert(0, (keys, parts))
+        del self._layouts[16:]
+        return parts
+
+    def _averaged(self, number: int, check: Check, rank: int, step: int) -> _Numbers | None:
+        """Return the mean over a window that ends here, or over all ranks; None where there is none."""
+        steps = [step]
+        if check.window is not None:
+            steps = list(range(step - check.window + 1, step + 1))
+            if step % check.window or not set(steps) <= set(self.steps(rank)):
+                return None
+        ranks = [rank]
+        if check.over_ranks:
+            ranks = list(self.ranks)
+            if rank != min(ranks) or not all(set(steps) <= set(self.steps(each)) for each in ranks):
+                return None
+        found = [self._of_segment(number, each, at) for at in steps for each in ranks]
+        return _mean(found, self._of_segment(number, rank, step), check)
+
+    def _of_segment(self, number: int, rank: int, step: int) -> _Numbers:
+        if (rank, step) not in self._remembered:
+            rows = as_backward_got(self._capture.rows(rank, step))
+            averaged: dict[int, _Numbers] = {}
+            for part in self._parts(rows.keys):
+                if part.check.window is not None or part.check.over_ranks:
+                    at = self._checks.index(part.check)
+                    averaged[at] = _joined(averaged.get(at), _numbers(rows, part))
+            self._remembered[rank, step] = averaged
+        return self._remembered[rank, step].get(number, _NOTHING)
+
+
+_NOTHING = _Numbers((), np.empty(0), np.empty(0, np.intp), np.empty(0, np.intp), (), ())
+
+
+def _lay_out(check: Check, keys: tuple[Key, ...]) -> list[_Part]:
+    """Find which rows a check makes its numbers of."""
+    rows = [row for row, key in enumerate(keys) if check.reads(key)]
+    if not check.reduce:
+        names = [each for each in check.metric if each != AS_JUDGED] or [""]
+        return [
+            _Part(
+                check,
+                metric,
+                tuple(replace(keys[row], item=keys[row].item + suffix) for row in rows),
+                tuple(np.array([row]) for row in rows),
+            )
+            for metric, suffix in zip(names, check.suffixes, strict=True)
+        ]
+    groups: dict[Key, list[int]] = {}
+    for row in rows:
+        key = keys[row]
+        role = key.item if key.item in PLAIN_FORM_EXISTS else ""
+        group = Key(kind=key.kind, name=check.group, item=role + check.suffixes[0], microbatch=key.microbatch)
+        groups.setdefault(group, []).append(row)
+    metric = check.metric[0] if check.metric else ""
+    return [_Part(check, metric, tuple(groups), tuple(np.array(members) for members in groups.values()))]
+
+
+def _only(part: _Part, wanted: Sequence[bool]) -> _Part:
+    if all(wanted):
+        return part
+    keys = tuple(key for key, keep in zip(part.keys, wanted, strict=True) if keep)
+    return replace(part, keys=keys, sources=tuple(s for s, keep in zip(part.sources, wanted, strict=True) if keep))
+
+
+def _column(rows: StepRows, metric: str) -> FloatArray:
+    """Return one metric of every row, [Q]; NaN where a row has no such number. Without a metric: the number or l2."""
+    single = rows.numel == 1
+    if metric == "value":
+        return np.where(single, rows.value, np.nan)
+    of_one = rows.value if metric in ("", "mean") else np.abs(rows.value)
+    return np.where(single, of_one, rows.scalars[metric or "l2"])
+
+
+def _numbers(rows: StepRows, part: _Part) -> _Numbers:
+    """Compute the numbers of a part; quantities that have no such number are left out, unless it is not finite."""
+    how = part.check.reduce
+    value, nonfinite, order, dtype, where, keys = [], [], [], [], [], []
+    column = _column(rows, "l2" if how in (NORM, SUM_SQUARES) else part.metric)
+    for key, source in zip(part.keys, part.sources, strict=True):
+        bad = int(rows.nonfinite[source].sum())
+        if how == COUNT:
+            number, kind_of_number = float(len(source)), "int64"
+        else:
+            of_source = column[source]
+            has = ~np.isnan(of_source)
+            if not has.any() and not bad:
+                continue
+            of_source = of_source[has] if not bad else of_source
+            number = _reduce(of_source, how)
+            one = not how and part.metric in ("", "value") and rows.numel[source[0]] == 1
+            kind_of_number = rows.dtype[int(source[0])] if one else "float32"
+        keys.append(key)
+        value.append(number)
+        nonfinite.append(max(bad, int(not np.isfinite(number))))
+        order.append(int(rows.order[source].max()))
+        dtype.append(kind_of_number)
+        where.append(part.check.where)
+    return _Numbers(
+        tuple(keys),
+        np.array(value, dtype=np.float64),
+        np.array(nonfinite, dtype=np.intp),
+        np.array(order, dtype=np.intp),
+        tuple(dtype),
+        tuple(where),
+    )
+
+
+def _reduce(values: FloatArray, how: str) -> float:
+    with np.errstate(all="ignore"):
+        if how in (NORM, SUM_SQUARES):
+            squares = float(np.square(values).sum())
+            return float(np.sqrt(squares)) if how == NORM else squares
+        return float(values.mean())
+
+
+def _joined(one: _Numbers | None, two: _Numbers) -> _Numbers:
+    if one is None:
+        return two
+    return _Numbers(
+        one.keys + two.keys,
+        np.concatenate([one.value, two.value]),
+        np.concatenate([one.nonfinite, two.nonfinite]),
+        np.concatenate([one.order, two.order]),
+        one.dtype + two.dtype,
+        one.where + two.where,
+    )
+
+
+def _mean(found: Sequence[_Numbers], here: _Numbers, check: Check) -> _Numbers | None:
+    """Average the numbers of several segments by key; over a window also over microbatches.
+
+    A key that one of the segments lacks has no mean: it would be of something else.
+    """
+
+    def plain(key: Key) -> Key:
+        return key if check.window is None else replace(key, microbatch=STEP_CLOCK)
+
+    sums: dict[Key, list[tuple[float, int]]] = {}
+    segments: dict[Key, int] = {}
+    for numbers in found:
+        for key in {plain(key) for key in numbers.keys}:
+            segments[key] = segments.get(key, 0) + 1
+        for key, value, bad in zip(numbers.keys, numbers.value, numbers.nonfinite, strict=True):
+            sums.setdefault(plain(key), []).append((float(value), int(bad)))
+    about: dict[Key, tuple[int, str]] = {}
+    for key, order, dtype in zip(here.keys, here.order, here.dtype, strict=True):
+        about[plain(key)] = (int(order), dtype)
+    keys = tuple(key for key in sums if segments[key] == len(found) and key in about)
+    if not keys:
+        return None
+    value = np.array([np.mean([one for one, _ in sums[key]]) for key in keys])
+    bad_counts = np.array([sum(bad for _, bad in sums[key]) for key in keys], dtype=np.intp)
+    # The mean of integers is no integer.
+    dtypes = tuple(about[key][1] if about[key][1].startswith(("float", "bfloat")) else "float32" for key in keys)
+    orders = np.array([about[key][0] for key in keys], dtype=np.intp)
+    return _Numbers(keys, value, bad_counts, orders, dtypes, (check.where,) * len(keys))
+
+
+def _as_rows(rows: StepRows, numbers: _Numbers) -> StepRows:
+    count = len(numbers.keys)
+    return replace(
+        rows,
+        keys=numbers.keys,
+        order=numbers.order.astype(np.int32),
+        dtype=numbers.dtype,
+        shape=((),) * count,
+        numel=np.ones(count, dtype=np.int64),
+        nonfinite=numbers.nonfinite.astype(np.int64),
+        value=numbers.value,
+        scalars={name: np.full(count, np.nan) for name in SCALARS},
+        sketch=np.full((count, SKETCH_K), np.nan, dtype=np.float32),
+        sample=np.full((count, SAMPLES), np.nan, dtype=np.float32),
+        hash=np.zeros((count, 2), dtype=np.uint64),
+        text=("",) * count,
+        where=numbers.where,
+    )
+
+
+def _samples(rows: StepRows, part: _Part) -> StepRows:
+    """Make rows of the sampled values alone: their bits decide about identity, their largest stands for their size."""
+    sources = [int(source[0]) for source in part.sources]
+    held = [
+        row for row in sources if rows.numel[row] and not (np.isnan(rows.sample[row]).all() and not rows.nonfinite[row])
+    ]
+    keys = tuple(key for key, row in zip(part.keys, sources, strict=True) if row in set(held))
+    at = np.array(held, dtype=np.intp)
+    sample = rows.sample[at]
+    count = np.minimum(rows.numel[at], SAMPLES)
+    largest = np.abs(np.where(np.isnan(sample), 0.0, sample)).max(axis=1, initial=0.0).astype(np.float64)
+    bits = [
+        xxhash.xxh3_128_intdigest(np.ascontiguousarray(one[:n]).tobytes()) for one, n in zip(sample, count, strict=True)
+    ]
+    return replace(
+        _as_rows(rows, _Numbers(keys, largest, rows.nonfinite[at], rows.order[at].astype(np.intp), (), ())),
+        dtype=tuple(rows.dtype[row] for row in held),
+        shape=tuple((int(n),) for n in count),
+        # Two at least: one value would be a number and is judged as one.
+        numel=np.maximum(count, 2),
+        value=np.full(len(held), np.nan),
+        scalars={name: largest if name in ("l2", "max_abs") else np.full(len(held), np.nan) for name in SCALARS},
+        sample=sample,
+        hash=np.array([(each >> 64, each & (2**64 - 1)) for each in bits], dtype=np.uint64).reshape(-1, 2),
+        where=(part.check.where,) * len(held),
+    )
+
+
+def _stacked(rows: StepRows, made: Sequence[StepRows]) -> StepRows:
+    made = [each for each in made if each.keys]
+    if not made:
+        return rows
+    parts = [rows, *made]
+
+    columns: dict[str, Any] = {
+        name: tuple(one for part in parts for one in getattr(part, name))
+        for name in ("keys", "dtype", "shape", "text", "where")
+    }
+    columns |= {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("order", "numel", "nonfinite", "value", "sketch", "sample", "hash")
+    }
+    scalars = {name: np.concatenate([part.scalars[name] for part in parts]) for name in rows.scalars}
+    return replace(rows, scalars=scalars, **columns)
