@@ -129,6 +129,13 @@ def _perturbation(_ctx: click.Context, _param: click.Parameter, value: str) -> s
     callback=_perturbation,
     help="Move parameters by one ulp: ulp[:SEED], layer[:SEED].",
 )
+@click.option(
+    "--step-offset",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Steps trained before the checkpoint that the run goes on from: its first step is N + 1.",
+)
 @click.option("--strict", is_flag=True, help="Stop the training when recording fails.")
 @click.option("--force", is_flag=True, help="Replace an existing capture.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
@@ -139,6 +146,7 @@ def record(
     plan: Path | None,
     full: tuple[str, ...],
     perturb: str,
+    step_offset: int,
     strict: bool,
     force: bool,
     command: tuple[str, ...],
@@ -171,6 +179,7 @@ def record(
             plan=plan,
             full=full,
             perturb=perturb,
+            step_offset=step_offset,
             strict=strict,
             force=force,
             command=command,

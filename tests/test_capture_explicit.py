@@ -27,23 +27,23 @@ def test_numbers_texts_tensors_and_a_repeated_name_are_kept_with_their_call_site
         "explicit/out",
         "explicit/out.gradient",
         "explicit/hidden.gradient",
-        "explicit/loss",
-        "explicit/loss#2",
-        "explicit/facts.tokens",
-        "explicit/facts.name",
-        "explicit/facts.ready",
-        "explicit/facts.shape",
-        "explicit/facts.ids",
-        "explicit/norm",
+        "explicit/loss@1",
+        "explicit/loss@1#2",
+        "explicit/facts.tokens@1",
+        "explicit/facts.name@1",
+        "explicit/facts.ready@1",
+        "explicit/facts.shape@1",
+        "explicit/facts.ids@1",
+        "explicit/norm@1",
     ]
-    assert rows.value[at["explicit/loss#2"]] == pytest.approx(2 * rows.value[at["explicit/loss"]])
+    assert rows.value[at["explicit/loss@1#2"]] == pytest.approx(2 * rows.value[at["explicit/loss@1"]])
     kinds = [
-        (rows.dtype[at[f"explicit/facts.{n}"]], rows.text[at[f"explicit/facts.{n}"]])
+        (rows.dtype[at[f"explicit/facts.{n}@1"]], rows.text[at[f"explicit/facts.{n}@1"]])
         for n in ("tokens", "name", "ready", "shape")
     ]
     assert kinds == [("int", ""), ("str", "batch"), ("bool", ""), ("str", "(4, 8)")]
-    assert rows.hash[at["explicit/facts.ids"]].any()
-    where = [rows.where[at[label]] for label in ("explicit/hidden", "explicit/loss#2")]
+    assert rows.hash[at["explicit/facts.ids@1"]].any()
+    where = [rows.where[at[label]] for label in ("explicit/hidden", "explicit/loss@1#2")]
     assert where == ["explicit.py:16", "explicit.py:32 (again)"]
 
 

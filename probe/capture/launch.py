@@ -43,6 +43,8 @@ class RecordOptions:
     plan: Path | None = None
     full: tuple[str, ...] = ()
     perturb: str = ""
+    step_offset: int = 0
+    """Steps trained before the checkpoint that the run goes on from."""
     strict: bool = False
     force: bool = False
 
@@ -113,6 +115,7 @@ def make_request(options: RecordOptions, plan: Plan) -> Request:
         strict=options.strict,
         command=options.command,
         steps=options.steps,
+        step_offset=options.step_offset,
     )
 
 
@@ -262,9 +265,10 @@ def nothing_recorded(output: Path, notes: Sequence[dict[str, Any]]) -> str:
             lines.append(note["problem"])
     if notes:
         missing = [name for name in looked_for if not any(note["events"].get(name) for note in notes)]
-        if missing:
+        refused = any(note["problem"] for note in notes)
+        if missing and not refused:
             lines.append(f"Looked for and not found: {listed(missing)}.")
-        elif not any(note["problem"] for note in notes):
+        elif not refused:
             lines.append("Training steps were seen, but none among the steps to record; widen --steps.")
     return "\n".join(lines)
 

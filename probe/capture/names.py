@@ -63,11 +63,16 @@ def join(prefix: str, name: str) -> str:
     return name if prefix in ("", ROOT) else f"{prefix}.{name}"
 
 
-def walk(top: nn.Module) -> Iterator[NamedModule]:
-    """Visit every module once, parents first, in registration order; a shared module keeps its first name."""
+def walk(top: nn.Module, root: str = ROOT) -> Iterator[NamedModule]:
+    """Visit every module once, parents first, in registration order; a shared module keeps its first name.
+
+    Args:
+        top: The outermost module.
+        root: Its name; another one than `ROOT` begins the names of all modules in it.
+    """
     edges = _wrapper_edges()
     seen: set[int] = set()
-    stack: list[tuple[nn.Module, str, str]] = [(top, ROOT, "")]
+    stack: list[tuple[nn.Module, str, str]] = [(top, root, "")]
     while stack:
         module, name, path = stack.pop()
         if id(module) in seen:

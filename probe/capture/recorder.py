@@ -18,119 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from probe.capture import summary
 from probe.capture.launched import launched_rank, launched_world_size
+from probe.capture.rows import Rows, step_rows
+from probe.capture.shards import Part, held, part_row
 from probe.errors import CaptureError
 from probe.plan import Plan
 from probe.point import STEP_CLOCK, Key, Kind
 from probe.store.folder import write_manifest
-from probe.store.layout import SAMPLES, SCALARS, SKETCH_K, FullTensor, StepRows
+from probe.store.layout import StepRows
 from probe.store.writer import RankWriter
 
 QUEUE_BYTES = 512 * 1024 * 1024
 """Bytes that may wait for the writer before the training thread waits for it; one larger step may always pass."""
 
 Scalar = float | int | bool | str
-
-
-class _Rows:
-    """The growing rows of one step. Arrays double when they are full."""
-
-    def __init__(self, capacity: int) -> None:
-        self.keys: list[Key] = []
-        self.seen: dict[Key, int] = {}
-        self.order: list[int] = []
-        self.dtype: list[str] = []
-        self.shape: list[tuple[int, ...]] = []
-        self.text: list[str] = []
-        self.where: list[str] = []
-        self.hash: dict[int, tuple[int, int]] = {}
-        self.on_device: list[tuple[int, torch.Tensor]] = []
-        self.tensors: dict[Key, torch.Tensor] = {}
-        self.value = np.full(capacity, np.nan)
-        self.sums = np.full((capacity, 4), np.nan)
-        """[Q, 4] sum, l2, sum |x|, max |x|."""
-        self.counts = np.zeros((capacity, 2), np.int64)
-        """[Q, 2] non-finite elements, elements."""
-        self.sketch = np.full((capacity, SKETCH_K), np.nan, np.float32)
-        self.sample = np.full((capacity, SAMPLES), np.nan, np.float32)
-
-    def add(self, key: Key, order: int, dtype: str, shape: tuple[int, ...], where: str, text: str = "") -> int:
-        row = len(self.keys)
-        if row == len(self.value):
-            self._grow()
-        self.keys.append(key)
-        self.seen[key] = row
-        self.order.append(order)
-        self.dtype.append(dtype)
-        self.shape.append(shape)
-        self.where.append(where)
-        self.text.append(text)
-        return row
-
-    def _grow(self) -> None:
-        def doubled(array: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
-            return np.concatenate([array, np.full_like(array, fill)])
-
-        self.value = doubled(self.value, np.nan)
-        self.sums = doubled(self.sums, np.nan)
-        self.counts = doubled(self.counts, 0)
-        self.sketch = doubled(self.sketch, np.nan)
-        self.sample = doubled(self.sample, np.nan)
-
-
-def _step_rows(rows: _Rows, step: int, rank: int, world_size: int) -> StepRows:
-    """Close the rows of a step. Runs on the worker: reads back what was reduced on a device."""
-    if rows.on_device:
-        stacked = torch.stack([row for _, row in rows.on_device]).cpu().numpy()
-        for (index, _), numbers in zip(rows.on_device, stacked, strict=True):
-            rows.sums[index] = numbers[:4]
-            rows.counts[index] = numbers[4:6]
-            rows.sketch[index] = numbers[6 : 6 + SKETCH_K]
-            rows.sample[index] = numbers[6 + SKETCH_K :]
-            if numbers[5] == 1:
-                rows.value[index] = numbers[0]
-    count = len(rows.keys)
-    total, l2, sum_abs, max_abs = rows.sums[:count].T
-    numel = rows.counts[:count, 1]
-    size = np.where(numel > 0, numel, 1)
-    digest = np.zeros((count, 2), np.uint64)
-    for index, halves in rows.hash.items():
-        digest[index] = halves
-    scalars = {
-        "l2": l2,
-        "mean": total / size,
-        "mean_abs": sum_abs / size,
-        "rms": l2 / np.sqrt(size),
-        "max_abs": max_abs,
-    }
-    assert tuple(scalars) == SCALARS
-    tensors = {
-        key: FullTensor(bits=summary.host_bits(tensor), dtype=str(tensor.dtype).removeprefix("torch."))
-        for key, tensor in rows.tensors.items()
-    }
-    return StepRows(
-        step=step,
-        rank=rank,
-        world_size=world_size,
-        keys=tuple(rows.keys),
-        order=np.asarray(rows.order, np.int32),
-        dtype=tuple(rows.dtype),
-        shape=tuple(rows.shape),
-        numel=numel.copy(),
-        nonfinite=rows.counts[:count, 0].copy(),
-        value=rows.value[:count],
-        scalars=scalars,
-        sketch=rows.sketch[:count],
-        sample=rows.sample[:count],
-        hash=digest,
-        text=tuple(rows.text),
-        where=tuple(rows.where),
-        tensors=tensors,
-    )
 
 
 class Recorder:
@@ -143,6 +47,7 @@ class Recorder:
         run_id: str,
         plan: Plan,
         strict: bool,
+        first_step: int = 1,
         manifest: Callable[[int, int], dict[str, Any]],
         sink: Callable[[StepRows], None] | None = None,
     ) -> None:
@@ -153,14 +58,15 @@ class Recorder:
             run_id: The run's identity, shared by its ranks.
             plan: What to record.
             strict: A step that cannot be stored raises in the training process.
+            first_step: Number of the first step; above 1 where training goes on from a checkpoint.
             manifest: Called once on rank 0 with (rank, world size) when the first step is stored.
             sink: Takes each finished step in place of the writer; then there is no thread and no folder.
         """
         self.plan = plan
         self.pid = os.getpid()
-        self.step = 1
+        self.step = first_step
         self.microbatch = 0
-        self.recording = 1 in plan.steps
+        self.recording = first_step in plan.steps
         """The current step is wanted."""
         self.previous_recorded = False
         self.steps_written: list[int] = []
@@ -170,7 +76,7 @@ class Recorder:
         self._sink = sink
         self._order = 0
         self._calls: dict[tuple[Kind, str, str], int] = {}
-        self._rows = _Rows(256)
+        self._rows = Rows(256)
         self._scratch = summary.Scratch()
         self._lock = threading.RLock()
         self._worker: ThreadPoolExecutor | None = None
@@ -211,8 +117,20 @@ class Recorder:
         self.microbatch = 0
         self._order = 0
         self._calls.clear()
-        self._rows = _Rows(max(256, 1 << math.ceil(math.log2(len(self._rows.keys) + 1))))
+        self._rows = Rows(max(256, 1 << math.ceil(math.log2(len(self._rows.keys) + 1))))
         self.recording = self.step in self.plan.steps
+
+    def restart(self) -> None:
+        """Forget what the current step holds so far; it was no training."""
+        self.microbatch = 0
+        self._order = 0
+        self._calls.clear()
+        self._rows = Rows(256)
+
+    def refuse(self, why: str) -> None:
+        """Record nothing of this run, and say why at its end."""
+        self._failure = why
+        self.recording = False
 
     # ------------------------------------------------------------------ values
     def _place(self, key: Key) -> tuple[Key, int]:
@@ -222,37 +140,47 @@ class Recorder:
         self._order += 1
         return key, order
 
-    def tensor(self, key: Key, value: torch.Tensor, where: str = "", *, exact: bool = False) -> None:
-        """Reduce a tensor now and keep its row.
+    def tensor(
+        self, key: Key, value: torch.Tensor, where: str = "", *, exact: bool = False, part: Part | None = None
+    ) -> None:
+        """Reduce a tensor now and keep its row; of a sharded one, the row of this rank's part.
 
         Args:
             key: Its name; a key that the step already holds becomes the next call.
             value: Any tensor. What cannot be reduced (sparse, meta, a subclass that hides its data) becomes a text row
                 that says so.
             where: Where it was taken.
-            exact: Keep a fingerprint of its bits too.
+            exact: Keep a fingerprint of its bits too, unless it is a part.
+            part: Which part of the whole it is, where the tensor does not know it itself.
         """
         if not self.plan.records(key.kind, key.name, key.item):
             return
         with self._lock, summary.quiet():
             key, order = self._place(key)
             dtype = str(value.dtype).removeprefix("torch.")
-            if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-                self._rows.add(
-                    key, order, dtype, tuple(value.shape), where, f"not reduced: {value.layout}, {value.device}"
-                )
+            found = held(value)
+            part = part or found.part
+            shape, text = tuple(value.shape if part is None else part.shape), found.text if part is None else part.text
+            value = found.tensor
+            if value.layout is not torch.strided or value.is_meta or value.is_quantized or not found.reducible:
+                self._rows.add(key, order, dtype, shape, where, text or f"not reduced: {value.layout}, {value.device}")
                 return
-            row = self._rows.add(key, order, dtype, tuple(value.shape), where)
+            row = self._rows.add(key, order, dtype, shape, where, text)
             rows = self._rows
-            if value.device.type == "cpu":
-                numbers = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row])
-                rows.sums[row] = numbers[:4]
-                rows.counts[row] = numbers[4:]
-                if numbers[5] == 1:
-                    rows.value[row] = numbers[0]
+            if part is not None:
+                numbers = part_row(value, key.name, part, self._scratch)
+                if value.device.type == "cpu":
+                    rows.fill(row, numbers.numpy())
+                else:
+                    rows.on_device.append((row, numbers))
+            elif value.device.type == "cpu":
+                sums = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row])
+                rows.sums[row], rows.counts[row] = sums[:4], sums[4:]
+                if sums[5] == 1:
+                    rows.value[row] = sums[0]
             else:
                 rows.on_device.append((row, summary.device_row(value, key.name, self._scratch)))
-            if exact:
+            if exact and part is None:
                 rows.hash[row] = summary.fingerprint(value)
             if self.plan.keeps(key.kind, key.name, key.item):
                 rows.tensors[key] = value.detach().clone()
@@ -303,7 +231,7 @@ class Recorder:
     # ------------------------------------------------------------------ writing
     def _submit(self) -> None:
         if self._sink is not None:
-            self._sink(_step_rows(self._rows, self.step, *ranks()))
+            self._sink(step_rows(self._rows, self.step, *ranks()))
             return
         self._report()
         if self._failure is not None:
@@ -331,7 +259,7 @@ class Recorder:
                 future.set_exception(error)
         self._pending.append((step, nbytes, future))
 
-    def _store(self, rows: _Rows, step: int, nbytes: int) -> int:
+    def _store(self, rows: Rows, step: int, nbytes: int) -> int:
         try:
             if self._failure is not None:
                 raise CaptureError(self._failure)
@@ -339,7 +267,7 @@ class Recorder:
                 self._writer = RankWriter(self._output, run_id=self._run_id, rank=self.rank, world_size=self.world_size)
                 if self.rank == 0:
                     write_manifest(self._output, self._manifest(self.rank, self.world_size))
-            written = self._writer.write(_step_rows(rows, step, self.rank, self.world_size))
+            written = self._writer.write(step_rows(rows, step, self.rank, self.world_size))
             self.steps_written.append(step)
             return written
         except Exception as error:

@@ -46,6 +46,8 @@ class Request:
     steps: str = ""
     digest: str = ""
     """Folder where each rank leaves a digest of what training ended in; empty: none is taken."""
+    step_offset: int = 0
+    """Steps that were trained before this run, which goes on from a checkpoint: its first step is one more."""
     bare: bool = False
     """Nothing is recorded: only the digest, if one is asked for."""
 
@@ -202,6 +204,7 @@ def _attach(request: Request) -> None:
         run_id=request.run_id,
         plan=plan_from_dict(request.plan),
         strict=request.strict,
+        first_step=request.step_offset + 1,
         manifest=lambda rank, world_size: manifest(request, world_size),
     )
     _attachment = Attachment(recorder, perturb.parse(request.perturb))

@@ -119,12 +119,16 @@ class Scratch:
 
     def take(self, use: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Give a flat buffer of `like.numel()` elements on its device; contents are undefined."""
-        slot = (use, like.device, dtype)
+        return self.room(use, like.numel(), dtype, like.device)
+
+    def room(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Give a flat buffer; contents are undefined."""
+        slot = (use, device, dtype)
         buffer = self._buffers.get(slot)
-        if buffer is None or buffer.numel() < like.numel():
-            buffer = torch.empty(like.numel(), dtype=dtype, device=like.device)
+        if buffer is None or buffer.numel() < numel:
+            buffer = torch.empty(numel, dtype=dtype, device=device)
             self._buffers[slot] = buffer
-        return buffer[: like.numel()]
+        return buffer[:numel]
 
 
 def flat_numbers(tensor: torch.Tensor, scratch: Scratch) -> torch.Tensor:

@@ -80,22 +80,36 @@ def compiled_forward(module: nn.Module) -> bool:
 class Taps:
     """The hooks of one model."""
 
-    def __init__(self, top: nn.Module, recorder: Recorder, begin_forward: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        top: nn.Module,
+        recorder: Recorder,
+        begin_forward: Callable[[], None],
+        *,
+        root: str = names.ROOT,
+        called: nn.Module | None = None,
+    ) -> None:
         """Find the points of a model and hook them.
 
         Args:
             top: The outermost module.
             recorder: Receives the values.
             begin_forward: Called before anything of a training forward pass is taken: a step may be over.
+            root: Name of the outermost module; a second model's own name begins all of its names.
+            called: The module that the training loop calls, where that is not the outermost one.
         """
         self._begin_forward = begin_forward
         self.recorder = recorder
-        self.modules = list(names.walk(top))
+        self.root = root
+        self.modules = list(names.walk(top, root))
         self.parameters = names.named_parameters(self.modules)
         self.inside_compiled: list[str] = []
         """Names of modules that lie inside a compiled region and are not taken."""
         self._names: dict[int, tuple[str, str]] = {}
-        self._root = next(e.module for e in self.modules if e.name == names.ROOT and not e.wrapper)
+        self._root = next(e.module for e in self.modules if e.name == root and not e.wrapper)
+        entry = next((e.module for e in self.modules if e.module is called and e.name != root), None)
+        self._entries = [self._root] if entry is None else [self._root, entry]
+        """Modules whose outermost call brings the batch."""
         self._open = 0
         self._quiet_entry = False
         self._without_graph: dict[str, list[tuple[int, int]]] = {}
@@ -133,7 +147,8 @@ class Taps:
                 named.add(entry.name)
         for entry in self.modules:
             inside = any(_under(entry.path, region) for region in compiled_roots)
-            if entry.name == names.ROOT and not inside and entry.module._compiled_call_impl is None:
+            entered = entry.name == self.root or entry.module in self._entries
+            if entered and not inside and entry.module._compiled_call_impl is None:
                 self._handles.append(entry.module.register_forward_pre_hook(self._enter, with_kwargs=True))
                 self._handles.append(entry.module.register_forward_hook(self._leave, always_call=True))
 
@@ -151,20 +166,25 @@ class Taps:
         """Take the output of `module.compile()` outside its compiled region: its own hooks are compiled with it."""
         inner, module = entry.module._compiled_call_impl, entry.module
         self._names[id(module)] = (entry.name, type(module).__name__)
-        if entry.name != names.ROOT and self._ignored(entry):
+        if entry.name != self.root and self._ignored(entry):
             return
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if entry.name == names.ROOT:
+            if entry.name == self.root:
                 self._enter(module, args, kwargs)
             output = inner(*args, **kwargs)
             self._forward(module, args, output)
-            if entry.name == names.ROOT:
+            if entry.name == self.root:
                 self._leave(module, args, output)
             return output
 
         module._compiled_call_impl = call
         self._wrapped.append((module, inner))
+
+    def name_of(self, candidate: object) -> str | None:
+        """Give the canonical name of a hooked module, or None for anything else."""
+        named = self._names.get(id(candidate))
+        return named[0] if named is not None else None
 
     def remove(self) -> None:
         """Take all hooks off the model again."""
@@ -176,7 +196,7 @@ class Taps:
         self._wrapped.clear()
 
     # ------------------------------------------------------------------ entering the model
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None) -> None:
         """Note that the outermost call of the model begins; take the batch."""
         if torch.compiler.is_compiling() or in_recompute():
             return
@@ -195,7 +215,9 @@ class Taps:
             return
         if recorder.microbatch == 0 and recorder.next_call(Kind.STATE, "modes") == 0:
             self._modes()
-        for name, value in named_inputs(self._root, args, kwargs).items():
+        entered = module if module in self._entries else self._root
+        for argument, value in named_inputs(entered, args, kwargs).items():
+            name = argument if self.root == names.ROOT else f"{self.root}.{argument}"
             call = recorder.next_call(Kind.BATCH, name)
             for item, tensor in tensors_in(value):
                 key = Key(kind=Kind.BATCH, name=name, item=item, microbatch=recorder.microbatch, call=call)
@@ -205,7 +227,7 @@ class Taps:
                 recorder.scalar(key, value, "input of the model")
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.enter(args, kwargs)
+        self.enter(args, kwargs, module)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or in_recompute():

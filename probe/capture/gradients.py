@@ -1,0 +1,106 @@
+"""Read the gradients of the trained parameters: after the last backward, and again as the optimizer gets them.
+
+They are read when `backward` returns, for only then are they reduced across ranks, and before anything that follows can
+clip or rescale them. This module must not know when a step is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from probe.capture.models import Models, parameters_of
+from probe.capture.recorder import Recorder, step_key
+from probe.point import Kind
+
+AFTER_BACKWARD = "after the last backward"
+CLIPPED = "clipped"
+"""Item of a gradient as the optimizer got it."""
+
+
+class Gradients:
+    """What was read of the gradients in the current step."""
+
+    def __init__(self, recorder: Recorder, models: Models) -> None:
+        self._recorder, self._models = recorder, models
+        self._versions: dict[str, tuple[int, int]] = {}
+        """Identity and version of each gradient that was read: changed since means clipped, unscaled or cleared."""
+        self._kept: list[torch.Tensor] = []
+        """What `torch.autograd.grad` returned is kept until the step ends, so that its identity stays its own."""
+
+    def clear(self) -> None:
+        """Forget what was read; the step is over."""
+        self._versions.clear()
+        self._kept.clear()
+
+    def read(self) -> None:
+        """Read every gradient after a backward pass; the last reading of the step stands."""
+        self.clear()
+        self._recorder.forget(Kind.GRAD)
+        for name, parameter in self._models.trained().items():
+            if parameter.grad is not None:
+                self._take(name, parameter, parameter.grad, AFTER_BACKWARD)
+
+    def read_returned(self, inputs: Iterable[Any], gradients: Iterable[Any]) -> None:
+        """Read what `torch.autograd.grad` returned for trained parameters."""
+        self.clear()
+        self._recorder.forget(Kind.GRAD)
+        names = {id(parameter): (name, parameter) for name, parameter in self._models.trained().items()}
+        for parameter, gradient in zip(inputs, gradients, strict=True):
+            if id(parameter) in names and gradient is not None:
+                self._take(*names[id(parameter)], gradient, "returned by torch.autograd.grad")
+                self._kept.append(gradient)
+
+    def _take(self, name: str, parameter: nn.Parameter, gradient: torch.Tensor, where: str) -> None:
+        self._recorder.tensor(step_key(Kind.GRAD, name), gradient, where, part=self._models.part(parameter))
+        self._versions[name] = (id(gradient), gradient._version)
+
+    def unscaled(self, optimizer: Optimizer) -> None:
+        """Note that a gradient scaler divides the gradients of an optimizer: that leaves no trace in their versions."""
+        mine = {id(parameter) for parameter in parameters_of(optimizer)}
+        for name, parameter in self._models.trained().items():
+            if id(parameter) in mine and name in self._versions:
+                self._versions[name] = (0, 0)
+
+    @property
+    def changed(self) -> bool:
+        """Tell whether a gradient that was read is gone or has other bits."""
+        trained = self._models.trained()
+        return any(
+            (gradient := trained[name].grad) is None or (id(gradient), gradient._version) != version
+            for name, version in self._versions.items()
+            if name in trained
+        )
+
+    def given_to(self, optimizer: Optimizer) -> None:
+        """Read the gradients that an optimizer is about to use, where they are not what backward left.
+
+        A fused optimizer gets them still multiplied by the gradient scaler's factor and divides by it inside.
+        """
+        mine = {id(parameter) for parameter in parameters_of(optimizer)}
+        trained = {name: p for name, p in self._models.trained().items() if id(p) in mine and p.grad is not None}
+        scale = getattr(optimizer, "grad_scale", None)
+        if self._kept and not {id(p.grad) for p in trained.values()} & {id(kept) for kept in self._kept}:
+            # The script summed what autograd.grad returned, so that these are the step's gradients.
+            self.clear()
+            self._recorder.forget(Kind.GRAD)
+        for name, parameter in trained.items():
+            gradient = parameter.grad
+            assert gradient is not None
+            version = self._versions.get(name)
+            if version is None:
+                self._take(name, parameter, gradient, "given to the optimizer")
+            elif isinstance(scale, torch.Tensor) or version != (id(gradient), gradient._version):
+                with torch.no_grad():
+                    given = gradient / scale if isinstance(scale, torch.Tensor) else gradient
+                key = step_key(Kind.GRAD, name, CLIPPED)
+                self._recorder.tensor(key, given, "given to the optimizer", part=self._models.part(parameter))
+
+    def norm(self, total: Any) -> None:
+        """Record what gradient clipping returned."""
+        if isinstance(total, torch.Tensor):
+            self._recorder.tensor(step_key(Kind.GRAD_NORM, "grad_norm"), total, "returned by clip_grad_norm_")
