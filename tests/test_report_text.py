@@ -20,6 +20,7 @@ loss                          4.1e-07    9.5e-07*                 -         -  w
 batch                       identical       exact 0 (bit-identical)         -  identical
 state, not judged                   -        none                 -         -  recorded only
 
+0 of 1,290 values are above tolerance.
 * assumed: nothing was measured for this tolerance; it is a floor from the precision of the numbers.
 sees: the least relative change that would have been flagged at the first judged step.
 difference: l2 norm of the difference / l2 norm of the baseline (attention outputs).
@@ -59,6 +60,7 @@ norm outputs                   0.41 %     1.23 %~           0.411 %    0.61 %  w
 batch                       identical       exact 0 (bit-identical)         -  identical
 state, not judged                   -        none                 -         -  recorded only
 
+33 of 2,530 values are above tolerance.
 ~ vacuous: a scrambled run would pass this check, so its verdict says nothing.
 sees: the least relative change that would have been flagged at the first judged step.
 difference: l2 norm of the difference / l2 norm of the baseline (attention outputs, norm outputs).
@@ -103,6 +105,7 @@ attention outputs                 2 %     1.23 %*           0.411 %    0.61 %  a
   worst: step 1, rank 1, blocks.2.attn: expected 12.3, actual 12.6
 batch                       identical       exact 0 (bit-identical)         -  identical
 
+31 of 1,270 values are above tolerance.
 * assumed: nothing was measured for this tolerance; it is a floor from the precision of the numbers.
 sees: the least relative change that would have been flagged at the first judged step.
 difference: l2 norm of the difference / l2 norm of the baseline.

@@ -96,5 +96,5 @@ def _check(check: CheckResult) -> dict[str, Any]:
         "above": check.above,
         "not_compared": check.not_compared,
         "smallest_detectable": _plain(check.smallest_detectable),
-        "vacuous": check.vacuous,
+        "vacuous": check.vacuous or check.fit == "vacuous",
     }

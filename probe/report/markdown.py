@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
-from probe.comparison import CheckResult, Comparison, RunSummary, Verdict
+from probe.comparison import CheckResult, Comparison, RunSummary, Verdict, Worst
 from probe.report import words
 
 MOST = 20
@@ -75,7 +75,8 @@ def _table(comparison: Comparison) -> Iterator[str]:
         for check in words.by_severity(comparison.checks)
     )
     yield from _rows(header, rows)
-    legend = words.legend(comparison.checks, with_marks=False)
+    legend = [words.totals(comparison.checks), *words.legend(comparison.checks, with_marks=False)]
+    legend = [line for line in legend if line]
     if legend:
         yield ""
         yield "<br>".join(_escaped(line) for line in legend)
@@ -92,12 +93,18 @@ def _difference(check: CheckResult) -> str:
     if check.verdict in words.FAILING:
         text = f"{text}, **{words.verdict(check)}**" if text != words.NOTHING else f"**{words.verdict(check)}**"
         if check.worst is not None:
-            place, expected, actual = check.worst.place, *words.pair(check.worst.expected, check.worst.actual)
-            where = f"step {place.step}, rank {place.rank}, {_code(words.quantity(place))}"
-            text += f"; worst at {where}: expected {_escaped(expected)}, actual {_escaped(actual)}"
+            text += f"; worst at {_values(check.worst)}"
     elif check.verdict in (Verdict.NOT_COMPARABLE, Verdict.RECORDED_ONLY):
         text = f"{text}, {check.verdict.value}" if text != words.NOTHING else check.verdict.value
+    if words.shows_values(check) and check.worst is not None:
+        text += f"; at {_values(check.worst)}"
     return text
+
+
+def _values(worst: Worst) -> str:
+    expected, actual = words.pair(worst.expected, worst.actual)
+    where = f"step {worst.place.step}, rank {worst.place.rank}, {_code(words.quantity(worst.place))}"
+    return f"{where}: expected {_escaped(expected)}, actual {_escaped(actual)}"
 
 
 def _tolerance(check: CheckResult) -> str:
@@ -106,8 +113,8 @@ def _tolerance(check: CheckResult) -> str:
         notes.append(check.form)
     if check.assumed:
         notes.append("assumed")
-    if check.vacuous:
-        notes.append("vacuous")
+    if words.fit(check):
+        notes.append(words.fit(check))
     if not math.isnan(check.smallest_detectable):
         notes.append(f"sees {words.detectable(check)}")
     return words.tolerance(check) + (f" ({', '.join(notes)})" if notes else "")

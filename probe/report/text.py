@@ -113,7 +113,8 @@ def _table(comparison: Comparison, everything: bool, width: int) -> Iterator[Lin
         cells = [words.actual_difference(check), words.tolerance(check) + words.marks(check), words.spread(check)]
         yield Line(_row([what, *cells, words.detectable(check), words.verdict(check)]), style)
         yield from _details(check, everything, width)
-    legend = words.legend(comparison.checks, with_marks=True)
+    legend = [words.totals(comparison.checks), *words.legend(comparison.checks, with_marks=True)]
+    legend = [text for text in legend if text]
     if legend:
         yield Line("")
     for text in legend:

@@ -16,6 +16,9 @@ from probe.point import STEP_CLOCK, Key
 NOTHING = "-"
 """Stands where there is no number: nothing was compared, or nothing is known."""
 
+COUNTED = "number of quantities"
+"""Stands in the metric of a check that counts."""
+
 SEVERITY = (
     Verdict.NOT_FINITE,
     Verdict.MISSING,
@@ -65,7 +68,9 @@ def difference(value: float, unit: str) -> str:
 def actual_difference(check: CheckResult) -> str:
     """Write how far a check's worst cell moved."""
     if check.verdict is Verdict.IDENTICAL:
-        return "identical"
+        # Of a count, the number itself is what a reader wants to know.
+        counted = COUNTED in check.metric and check.worst is not None and isinstance(check.worst.expected, float)
+        return f"identical ({number(check.worst.expected)})" if counted else "identical"  # type: ignore[union-attr,arg-type]
     if not check.unit and not math.isnan(check.difference):
         return "identical" if check.difference == 0 else "differs"
     text = difference(check.difference, check.unit)
@@ -78,8 +83,10 @@ def actual_difference(check: CheckResult) -> str:
 
 def tolerance(check: CheckResult) -> str:
     """Write what a check allows at its worst cell."""
-    if check.form in ("exact", "record only"):
-        return {"exact": "exact", "record only": "none"}[check.form]
+    if check.form == "exact":
+        return "exact"
+    if check.form == "record only":
+        return f"{check.bound}, not judged" if check.bound else "none"
     if not check.unit and not math.isnan(check.tolerance):
         return "exact"
     return check.bound or difference(check.tolerance, check.unit)
@@ -111,6 +118,30 @@ def verdict(check: CheckResult) -> str:
     if check.verdict in (Verdict.ABOVE, Verdict.NOT_FINITE, Verdict.MISSING, Verdict.UNEXPECTED) and check.above:
         return f"{check.verdict.value} {check.above:,} of {check.cells:,}"
     return check.verdict.value
+
+
+def totals(checks: Iterable[CheckResult]) -> str:
+    """Write how many values all checks judged, and how many are above tolerance.
+
+    A value that is judged in two metrics counts twice, as in the tables of pull requests.
+    """
+    checks = [check for check in checks if check.verdict is not Verdict.RECORDED_ONLY]
+    cells, above = sum(check.cells for check in checks), sum(check.above for check in checks)
+    return f"{above:,} of {cells:,} values {'is' if above == 1 else 'are'} above tolerance." if cells else ""
+
+
+def shows_values(check: CheckResult) -> bool:
+    """Say whether a row names its worst place and both values even when it passes.
+
+    It does where one number does not tell what happened: a ratio, and a check of a single value.
+    """
+    moved = check.verdict in (Verdict.WITHIN, Verdict.RECORDED_ONLY)
+    return moved and check.worst is not None and (check.form == "ratio" or (check.cells == 1 and bool(check.bound)))
+
+
+def fit(check: CheckResult) -> str:
+    """Name what is wrong with a check's tolerance: `vacuous`, `flaky`, or nothing."""
+    return check.fit or ("vacuous" if check.vacuous else "")
 
 
 def counts(check: CheckResult) -> str:
@@ -219,7 +250,7 @@ def divergence_values(found: FirstDivergence) -> str:
     values = f"expected {expected}, actual {actual}"
     if found.tolerance == 0:
         return f"differs where exactness is judged, {values}"
-    measured, allowed = (difference(each, "relative") for each in (found.difference, found.tolerance))
+    measured, allowed = (difference(each, found.unit) for each in (found.difference, found.tolerance))
     return f"difference {measured}, tolerance {allowed}, {values}"
 
 
@@ -259,15 +290,24 @@ def legend(checks: Iterable[CheckResult], *, with_marks: bool) -> list[str]:
             f"{'* ' if with_marks else ''}assumed: nothing was measured for this tolerance; "
             "it is a floor from the precision of the numbers."
         )
-    if any(check.vacuous for check in checks):
+    if any(check.vacuous and not check.fit for check in checks):
         lines.append(
             f"{'~ ' if with_marks else ''}vacuous: a scrambled run would pass this check, so its verdict says nothing."
+        )
+    if any(check.fit == "vacuous" for check in checks):
+        lines.append(
+            f"{'~ ' if with_marks else ''}vacuous: this declared tolerance is more than ten times what calibration "
+            "would allow."
+        )
+    if any(check.fit == "flaky" for check in checks):
+        lines.append(
+            f"{'! ' if with_marks else ''}flaky: the unmodified code exceeds this declared tolerance by itself."
         )
     if any(not math.isnan(check.smallest_detectable) for check in checks):
         lines.append("sees: the least relative change that would have been flagged at the first judged step.")
     metrics: dict[str, list[str]] = {}
     for check in checks:
-        if check.unit and check.metric and check.verdict is not Verdict.RECORDED_ONLY:
+        if check.unit and check.metric and (check.bound or check.verdict is not Verdict.RECORDED_ONLY):
             metrics.setdefault(check.metric, []).append(check.what)
     if len(metrics) == 1:
         lines.append(f"difference: {next(iter(metrics))}.")
@@ -280,7 +320,7 @@ def legend(checks: Iterable[CheckResult], *, with_marks: bool) -> list[str]:
 
 def marks(check: CheckResult) -> str:
     """Return the marks of the legend that a check carries."""
-    return ("*" if check.assumed else "") + ("~" if check.vacuous else "")
+    return ("*" if check.assumed else "") + {"vacuous": "~", "flaky": "!"}.get(fit(check), "")
 
 
 def sentence(comparison: Comparison) -> str:
