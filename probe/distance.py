@@ -207,8 +207,9 @@ def measure(baseline: StepRows, candidate: StepRows, pairs: Alignment, divisor: 
 
 
 @lru_cache(maxsize=256)
-def _sampled_rows(pairs: Alignment) -> tuple[int, ...]:
-    return tuple(row for row, key in enumerate(pairs.keys) if key.item.endswith(f"({SAMPLE})"))
+def _sampled_rows(pairs: Alignment) -> IntArray:
+    rows = [row for row, key in enumerate(pairs.keys) if key.item.endswith(f"({SAMPLE})")]
+    return np.array(rows, dtype=np.intp)
 
 
 def _furthest_samples(
@@ -221,18 +222,21 @@ def _furthest_samples(
     divisor: FloatArray | None,
 ) -> dict[int, tuple[float | str, float | str]]:
     """Measure rows of sampled values, in place: largest |a - b| over largest |b|; return both values by cell."""
-    found: dict[int, tuple[float | str, float | str]] = {}
-    for row in _sampled_rows(pairs):
-        expected = baseline.sample[of_b[row]].astype(np.float64)
-        actual = candidate.sample[of_a[row]].astype(np.float64)
-        if divisor is not None:
-            actual = actual / divisor[row]
-        apart = np.nan_to_num(np.abs(expected - actual), nan=0.0)
-        at = int(np.argmax(apart))
-        size = np.nanmax(np.abs(expected), initial=0.0) or np.nanmax(np.abs(actual), initial=0.0)
-        difference[row] = apart[at] / size if size else 0.0
-        found[int(pairs.cells[row])] = (float(expected[at]), float(actual[at]))
-    return found
+    rows = _sampled_rows(pairs)
+    if not rows.size:
+        return {}
+    expected = baseline.sample[of_b[rows]].astype(np.float64)
+    actual = candidate.sample[of_a[rows]].astype(np.float64)
+    if divisor is not None:
+        actual = actual / divisor[rows, None]
+    apart = np.nan_to_num(np.abs(expected - actual), nan=0.0)
+    at = np.argmax(apart, axis=1)
+    size = np.fmax.reduce(np.abs(expected), axis=1)
+    size = np.where(size > 0, size, np.fmax.reduce(np.abs(actual), axis=1))
+    largest = apart.max(axis=1)
+    difference[rows] = np.where(largest > 0, largest / np.where(size > 0, size, 1.0), 0.0)
+    cells = pairs.cells[rows]
+    return {int(cells[n]): (float(expected[n, at[n]]), float(actual[n, at[n]])) for n in np.flatnonzero(largest > 0)}
 
 
 def _order(baseline: StepRows, of_b: IntArray, pairs: Alignment) -> npt.NDArray[np.int32]:

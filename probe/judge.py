@@ -129,7 +129,15 @@ def assign(differences: Differences, checks: Sequence[Check]) -> IntArray:
     if all(check.steps is None for check in checks):
         row = [owner(checks, key) for key in keys]
         return np.tile(np.array(row, dtype=np.intp), (len(differences.steps), 1))
-    return np.array([[owner(checks, key, step) for key in keys] for step in differences.steps], dtype=np.intp)
+    # Steps in which the same checks judge have the same owners: a long run has few such bands.
+    bands: dict[tuple[bool, ...], list[int]] = {}
+    assigned = []
+    for step in differences.steps:
+        band = tuple(check.steps is None or step in check.steps for check in checks)
+        if band not in bands:
+            bands[band] = [owner(checks, key, step) for key in keys]
+        assigned.append(bands[band])
+    return np.array(assigned, dtype=np.intp).reshape(len(differences.steps), len(keys))
 
 
 def judge(

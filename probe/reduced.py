@@ -100,7 +100,10 @@ class ReducedCapture:
         seen: set[Key] = set()
         for part in self._parts(rows.keys):
             number = self._checks.index(part.check)
-            if part.check.window is not None or part.check.over_ranks:
+            averages = part.check.window is not None or part.check.over_ranks
+            if not averages and part.check.steps is not None and step not in part.check.steps:
+                continue
+            if averages:
                 averaged[number] = _joined(averaged.get(number), _numbers(known, part))
                 continue
             fresh = _only(part, [key not in seen for key in part.keys])
@@ -108,7 +111,8 @@ class ReducedCapture:
             made.append(_samples(known, fresh) if part.metric == SAMPLE else _as_rows(rows, _numbers(known, fresh)))
         self._remembered[rank, step] = averaged
         for number, check in enumerate(self._checks):
-            if check.window is not None or check.over_ranks:
+            judged = check.steps is None or step in check.steps
+            if judged and (check.window is not None or check.over_ranks):
                 numbers = self._averaged(number, check, rank, step)
                 if numbers is not None and not seen & set(numbers.keys):
                     seen.update(numbers.keys)
@@ -196,36 +200,44 @@ def _column(rows: StepRows, metric: str) -> FloatArray:
 
 def _numbers(rows: StepRows, part: _Part) -> _Numbers:
     """Compute the numbers of a part; quantities that have no such number are left out, unless it is not finite."""
-    how = part.check.reduce
-    value, nonfinite, order, dtype, where, keys = [], [], [], [], [], []
-    column = _column(rows, "l2" if how in (NORM, SUM_SQUARES) else part.metric)
-    for key, source in zip(part.keys, part.sources, strict=True):
-        bad = int(rows.nonfinite[source].sum())
-        if how == COUNT:
-            number, kind_of_number = float(len(source)), "int64"
-        else:
-            of_source = column[source]
-            has = ~np.isnan(of_source)
-            if not has.any() and not bad:
-                continue
-            of_source = of_source[has] if not bad else of_source
-            number = _reduce(of_source, how)
-            one = not how and part.metric in ("", "value") and rows.numel[source[0]] == 1
-            kind_of_number = rows.dtype[int(source[0])] if one else "float32"
-        keys.append(key)
-        value.append(number)
-        nonfinite.append(max(bad, int(not np.isfinite(number))))
-        order.append(int(rows.order[source].max()))
-        dtype.append(kind_of_number)
-        where.append(part.check.where)
+    check = part.check
+    if not part.keys:
+        return _NOTHING
+    last = np.array([source[-1] for source in part.sources], dtype=np.intp)
+    if check.reduce:
+        value, nonfinite, order = _of_groups(rows, part)
+    else:
+        value = _column(rows, part.metric)[last]
+        nonfinite, order = rows.nonfinite[last].astype(np.intp), rows.order[last].astype(np.intp)
+    kept = [int(one) for one in np.flatnonzero(~np.isnan(value) | (nonfinite > 0))]
+    as_it_is = not check.reduce and part.metric in ("", "value")
+    single = rows.numel[last] == 1
+    plain = "int64" if check.reduce == COUNT else "float32"
     return _Numbers(
-        tuple(keys),
-        np.array(value, dtype=np.float64),
-        np.array(nonfinite, dtype=np.intp),
-        np.array(order, dtype=np.intp),
-        tuple(dtype),
-        tuple(where),
+        tuple(part.keys[one] for one in kept),
+        value[kept],
+        np.where(np.isfinite(value), nonfinite, np.maximum(nonfinite, 1))[kept],
+        order[kept],
+        tuple(rows.dtype[int(last[one])] if as_it_is and single[one] else plain for one in kept),
+        (check.where,) * len(kept),
     )
+
+
+def _of_groups(rows: StepRows, part: _Part) -> tuple[FloatArray, IntArray, IntArray]:
+    """Return the number of each group, how many elements in it are not finite, and when its last member ran, [P] each.
+
+    Members without such a number are left out; a group without any has NaN.
+    """
+    how = part.check.reduce
+    column = _column(rows, "l2" if how in (NORM, SUM_SQUARES) else part.metric)
+    value, nonfinite, order = [], [], []
+    for source in part.sources:
+        bad = int(rows.nonfinite[source].sum())
+        known = column[source] if bad else column[source][~np.isnan(column[source])]
+        value.append(float(len(source)) if how == COUNT else _reduce(known, how) if known.size else np.nan)
+        nonfinite.append(bad)
+        order.append(int(rows.order[source].max()))
+    return np.array(value), np.array(nonfinite, dtype=np.intp), np.array(order, dtype=np.intp)
 
 
 def _reduce(values: FloatArray, how: str) -> float:
