@@ -17,7 +17,7 @@ from probe import cli
 from probe.comparison import Comparison
 from probe.errors import CaptureError, IncomparableError, NotEquivalentError
 
-COMMANDS = ("calibrate", "diff", "record", "show", "verify")
+COMMANDS = ("calibrate", "diff", "record", "selfcheck", "show", "verify")
 
 
 @pytest.fixture
@@ -277,6 +277,7 @@ def test_help_has_a_summary_and_an_example_for_every_command() -> None:
         "  calibrate  Turn repeated runs of the unmodified code into tolerances.\n"
         "  diff       Compare runs: is the candidate equivalent to the baseline?\n"
         "  record     Run a training command and record what it computes.\n"
+        "  selfcheck  Show that recording leaves a run's numbers alone.\n"
         "  show       Show what a capture holds: ranks, steps, quantities, values.\n"
         "  verify     Run two versions of the code, and compare them.\n"
     )
