@@ -30,6 +30,7 @@ from probe.reduced import reduced
 from probe.repeats import Repeats, measure_repeats
 from probe.series import CaptureLike, FloatArray, perturbation
 from probe.tolerance import ALL_JUDGED, K, Tolerance, Tolerances
+from probe.whole import whole
 
 MARGIN_TENSOR, MARGIN_NUMBER = 0.1, 0.01
 """A step is judged while the tolerance is below this share of what a scrambled run differs by. Numbers need more: other
@@ -58,7 +59,7 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
     if not 0 < k < float("inf"):
         raise ToleranceError(f"The multiple of the spread is {k!r}. It must be finite and above 0; 3 is the custom.")
     checks = default_checks() if checks is None else checks
-    ordered = sorted(reduced(captures, checks), key=lambda capture: bool(perturbation(capture)))
+    ordered = sorted(reduced([whole(capture) for capture in captures], checks), key=lambda capture: bool(perturbation(capture)))
     notes = list(check_same_job(ordered))
     axes = Axes.shared(ordered)
     if not axes.steps:

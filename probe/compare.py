@@ -31,6 +31,7 @@ from probe.reduced import reduced
 from probe.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, SeriesIndex
 from probe.store.layout import StepRows
 from probe.tolerance import Tolerances
+from probe.whole import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ def compare_cells(
         )
     provenance_changes.check_comparable(baselines, candidates, same_code=same_code)
     checks = default_checks() if checks is None else checks
-    runs = reduced([*baselines, *candidates], checks)
+    runs = reduced([whole(run) for run in (*baselines, *candidates)], checks)
     axes = _axes(baselines, candidates)
     measured = _measure(runs, len(baselines), axes, _loss_tolerances(tolerances, axes))
     index = measured.pairs[0, len(baselines)].index

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,7 +120,8 @@ def test_an_optimizer_that_is_nobodys_subclass_ends_its_step_by_the_next_forward
     for step in (1, 2, 3):
         same_values(capture.rows(0, step), plain.rows(0, step), Kind.GRAD, Kind.PARAM, Kind.LOSS)
     # The first backward pass shows what is trained: what ran before it was not taken.
-    assert names(capture.rows(0, 1), Kind.FORWARD) == names(capture.rows(0, 1), Kind.BACKWARD)[::-1]
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        assert {key.microbatch for key in capture.rows(0, 1).keys if key.kind is kind} == {1}
     same_values(capture.rows(0, 2), plain.rows(0, 2), Kind.FORWARD, Kind.BACKWARD, Kind.BATCH)
 
 
@@ -193,8 +193,3 @@ def test_data_parallel_is_refused_at_the_end_of_the_run_with_what_to_use(tmp_pat
 def test_a_fused_and_a_plain_update_under_a_scaler_give_the_same_rows(runs: Runs) -> None:
     for step in (1, 2, 3):
         same_values(runs("scaler").rows(0, step), runs("scaler_fused").rows(0, step), *(set(Kind) - {Kind.STATE}))
-
-
-def test_the_losses_of_a_recorded_run_are_what_the_script_prints(tmp_path: Path) -> None:
-    done = probe("record", "-o", str(tmp_path / "c"), "--", *command("loops.py", "scaler"))
-    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [1, 2, 3]

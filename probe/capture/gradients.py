@@ -57,7 +57,7 @@ class Gradients:
 
     def _take(self, name: str, parameter: nn.Parameter, gradient: torch.Tensor, where: str) -> None:
         self._recorder.tensor(step_key(Kind.GRAD, name), gradient, where, part=self._models.part(parameter))
-        self._versions[name] = (id(gradient), gradient._version)
+        self._versions[name] = _version(gradient)
 
     def unscaled(self, optimizer: Optimizer) -> None:
         """Note that a gradient scaler divides the gradients of an optimizer: that leaves no trace in their versions."""
@@ -71,7 +71,7 @@ class Gradients:
         """Tell whether a gradient that was read is gone or has other bits."""
         trained = self._models.trained()
         return any(
-            (gradient := trained[name].grad) is None or (id(gradient), gradient._version) != version
+            (gradient := trained[name].grad) is None or _version(gradient) != version
             for name, version in self._versions.items()
             if name in trained
         )
@@ -94,7 +94,7 @@ class Gradients:
             version = self._versions.get(name)
             if version is None:
                 self._take(name, parameter, gradient, "given to the optimizer")
-            elif isinstance(scale, torch.Tensor) or version != (id(gradient), gradient._version):
+            elif isinstance(scale, torch.Tensor) or version != _version(gradient):
                 with torch.no_grad():
                     given = gradient / scale if isinstance(scale, torch.Tensor) else gradient
                 key = step_key(Kind.GRAD, name, CLIPPED)
@@ -104,3 +104,8 @@ class Gradients:
         """Record what gradient clipping returned."""
         if isinstance(total, torch.Tensor):
             self._recorder.tensor(step_key(Kind.GRAD_NORM, "grad_norm"), total, "returned by clip_grad_norm_")
+
+
+def _version(gradient: torch.Tensor) -> tuple[int, int]:
+    """Identify a gradient and its bits. What changes a distributed tensor in place counts in its local data only."""
+    return id(gradient), getattr(gradient, "_local_tensor", gradient)._version

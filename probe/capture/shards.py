@@ -41,13 +41,15 @@ class Part:
     """Where the box begins in each dimension; None: a range."""
     start: int = 0
     """Where a range begins in the flat index."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that hold the whole between them."""
 
     @property
     def text(self) -> str:
         """What a row says of this part; see `probe.parts`."""
         if self.offset is None:
-            return parts.flat_text(self.start, self.local[0], self.shape)
-        return parts.box_text(self.offset, self.local, self.shape)
+            return parts.flat_text(self.start, self.local[0], self.shape, self.ranks)
+        return parts.box_text(self.offset, self.local, self.shape, self.ranks)
 
     @property
     def first(self) -> int | None:
@@ -113,7 +115,7 @@ def _norm_text(value: Any, pending: list[Any]) -> str:
         if placement.is_partial():
             index = index * value.device_mesh.size(dim) + coordinate[dim]
             count *= value.device_mesh.size(dim)
-    return parts.norm_text(index, count, power)
+    return parts.norm_text(index, count, power, _ranks(value.device_mesh))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -123,7 +125,11 @@ def _box(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Part
     if mesh.get_coordinate() is None:
         return None
     local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return Part(shape=shape, local=tuple(local), offset=tuple(offset))
+    return Part(shape=shape, local=tuple(local), offset=tuple(offset), ranks=_ranks(mesh))
+
+
+def _ranks(mesh: Any) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def flat_parts(modules: Iterable[nn.Module]) -> dict[int, Part]:
@@ -135,10 +141,11 @@ def flat_parts(modules: Iterable[nn.Module]) -> dict[int, Part]:
         flat = getattr(handle, "flat_param", None)
         if handle is None or flat is None or flat._params is None or not handle.uses_sharded_strategy:
             continue
+        ranks = tuple(torch.distributed.get_process_group_ranks(handle.process_group))
         for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
             start = info.intra_param_start_idx if info.in_shard else 0
             count = info.numel_in_shard if info.in_shard else 0
-            found[id(parameter)] = Part(shape=tuple(shape), local=(count,), start=start)
+            found[id(parameter)] = Part(shape=tuple(shape), local=(count,), start=start, ranks=ranks)
     return found
 
 

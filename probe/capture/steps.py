@@ -130,10 +130,13 @@ class Steps:
         recorder = self._recorder
         trained = self._models.trained()
         _, world_size = ranks()
+        # Flat shards leave a rank without the gradients of which it holds nothing.
+        flat = any(self._models.part(parameter) is not None for parameter in trained.values())
+        gradients: dict[str, int] = {} if flat else {"gradients": sum(p.grad is not None for p in trained.values())}
         modules = [entry.module for taps in self._models.taps for entry in taps.modules if not entry.wrapper]
         facts: dict[str, int | str] = {
             "trainable_parameters": len(trained),
-            "gradients": sum(p.grad is not None for p in trained.values()),
+            **gradients,
             "microbatches": recorder.microbatch,
             "world_size": world_size,
             "optimizer": optimizer,
