@@ -21,10 +21,11 @@ from probe.differences import MISSING, UNEXPECTED, Axes, Collector, Differences,
 from probe.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32, measure
 from probe.errors import IncomparableError, ToleranceError, listed
 from probe.fit import edits, fit_notes
-from probe.judge import Judgement, judge
+from probe.judge import Judgement, judge, spread_seen
 from probe.limits import Limits, edited, lay_out
 from probe.locate import locate
 from probe.loss_scale import MICRO_LOSS, agreed_scales, as_backward_got, divisors, microbatches
+from probe.microbatches import matched
 from probe.outcome import Gaps, decide
 from probe.point import Key, Kind
 from probe.reduced import reduced
@@ -42,6 +43,8 @@ class _Measured:
     keys: tuple[Key, ...]
     scales: dict[float, int]
     """Factor by which a candidate scaled its loss, and in how many microbatches."""
+    cuts: dict[tuple[int, int], int]
+    """Microbatches per step of the arms where they differ, and how many values are not compared for it."""
 
 
 def compare(
@@ -90,7 +93,7 @@ def compare_cells(
     index = measured.pairs[0, len(baselines)].index
     limits = None if tolerances is None else _limits(tolerances, index, axes, checks, baselines[0])
     flaky = _flaky(measured, len(baselines), index, checks)
-    seen = _spread_of_baselines(measured, len(baselines))
+    seen = spread_seen([d for (_, two), d in measured.pairs.items() if two < len(baselines)])
     judged = {pair: judge(differences, limits, checks, flaky, seen) for pair, differences in measured.pairs.items()}
     judgements = [judged[0, len(baselines) + c] for c in range(len(candidates))]
     rows = check_rows.rows(checks, judgements, limits)
@@ -105,7 +108,7 @@ def compare_cells(
         coverage=coverage,
         runs=tuple(
             provenance_changes.run_summary(run, "baseline" if number < len(baselines) else "candidate")
-            for number, run in enumerate(runs)
+            for number, run in enumerate([*baselines, *candidates])
         ),
         pairs=_pairs(runs, len(baselines), judged),
         provenance_changes=provenance_changes.changes(baselines[0], candidates[0]),
@@ -151,19 +154,26 @@ def _measure(runs: Sequence[CaptureLike], baselines: int, axes: Axes, loss_toler
     catalog = Catalog()
     collectors = {pair: Collector() for pair in itertools.combinations(range(len(runs)), 2)}
     scales: dict[float, int] = {}
+    cuts: dict[tuple[int, int], int] = {}
     for stop in walk(runs, axes):
         rows = [as_backward_got(each) for each in stop.rows]
         for (one, two), collector in collectors.items():
-            aligned = catalog.align(rows[one].keys, rows[two].keys)
+            both = matched(stop.rows[one], stop.rows[two])
+            expected, actual = rows[one], rows[two]
+            if both.numbers is not None:
+                expected, actual = as_backward_got(both.baseline), as_backward_got(both.candidate)
+                if one == 0 and two >= baselines:
+                    cuts[both.numbers] = cuts.get(both.numbers, 0) + both.left_out
+            aligned = catalog.align(expected.keys, actual.keys)
             divisor = None
             if one < baselines <= two:
-                found = agreed_scales(stop.rows[one], stop.rows[two], loss_tolerances[stop.step])
-                divisor = _divisor(aligned, found, rows[one], rows[two])
+                found = agreed_scales(both.baseline, both.candidate, loss_tolerances[stop.step])
+                divisor = _divisor(aligned, found, expected, actual)
                 if one == 0:
                     for scale in found.values():
                         scales[scale] = scales.get(scale, 0) + 1
-            measured = measure(rows[one], rows[two], aligned, divisor)
-            collector.add(stop.s, stop.r, measured, aligned, rows[one])
+            measured = measure(expected, actual, aligned, divisor)
+            collector.add(stop.s, stop.r, measured, aligned, expected)
     index = SeriesIndex(catalog.keys)
     first = collectors[0, 1].finish(axes, catalog, index)
     unit = series_scale(np.where(first.number, first.expected, np.nan), index)
@@ -171,6 +181,7 @@ def _measure(runs: Sequence[CaptureLike], baselines: int, axes: Axes, loss_toler
         pairs={pair: collector.finish(axes, catalog, index, unit) for pair, collector in collectors.items()},
         keys=tuple(catalog.keys),
         scales=scales,
+        cuts=cuts,
     )
 
 
@@ -202,15 +213,6 @@ def _limits(
 def _form(key: Key, checks: Sequence[Check]) -> str:
     number = owner(checks, key)
     return "record only" if number == NO_CHECK else checks[number].form
-
-
-def _spread_of_baselines(measured: _Measured, baselines: int) -> FloatArray | None:
-    """Return how far the baselines at hand are apart, [S, series], up to each step; None for a single baseline."""
-    pairs = [d for (_, two), d in measured.pairs.items() if two < baselines]
-    if not pairs:
-        return None
-    apart = np.fmax.reduce([d.index.largest(np.where(d.exact, np.nan, d.difference)) for d in pairs])
-    return np.asarray(np.fmax.accumulate(apart, axis=0), dtype=np.float64)
 
 
 def _flaky(measured: _Measured, baselines: int, index: SeriesIndex, checks: Sequence[Check]) -> BoolArray:
@@ -343,6 +345,11 @@ def _notes(
         notes.append(
             f"The candidate's loss is scaled by {scale:.6g} in {count} microbatches; gradients before clipping are "
             "compared after dividing by it."
+        )
+    for (of_baseline, of_candidate), count in measured.cuts.items():
+        notes.append(
+            f"The candidate has {of_candidate} microbatches a step against {of_baseline}: {count} values of single "
+            "microbatches are not compared, and losses are compared as sums over the step."
         )
     names = [index.labels[int(series)] for series in np.flatnonzero(flaky)]
     if names:

@@ -113,6 +113,21 @@ def sgd(a):
         optimizer.zero_grad()
 
 
+def cut(a):
+    """The same batch in one piece or in several; with `--fault`, one of which is forgotten when gradients are summed."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.Generator().manual_seed(1)
+    for _ in range(a.steps):
+        pieces = torch.randn(8, 4, generator=data).chunk(a.micro)
+        for number, x in enumerate(pieces):
+            (model(x).pow(2).mean() / a.micro).backward()
+            if a.fault and number == 0:
+                model[2].bias.grad.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def autograd(a):
     """The same without backward: torch.autograd.grad, summed by hand."""
     model = net()
@@ -218,6 +233,8 @@ def main():
     p.add_argument("loop")
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--clip", type=float, default=0.0)
+    p.add_argument("--micro", type=int, default=1)
+    p.add_argument("--fault", action="store_true")
     p.add_argument("--resume", default="")
     p.add_argument("--save", default="")
     a = p.parse_args()
