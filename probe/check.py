@@ -152,6 +152,11 @@ class Check:
         parts += [f"without {', '.join(self.without)}"] if self.without else []
         return " ".join(parts)
 
+    def makes_group(self, key: Key) -> bool:
+        """Say whether a key without its suffix is a group that the check makes: its name, and a kind it selects."""
+        of_kind = patterns_by_kind(self.select)[key.kind] is not None and (not self.kinds or key.kind in self.kinds)
+        return of_kind and key.name == self.group
+
     def reads(self, key: Key) -> bool:
         """Say whether the check makes its numbers of a recorded quantity.
 
@@ -361,6 +366,6 @@ def _owner_of_made(checks: Sequence[Check], source: Key, suffix: str, step: int 
     for number, check in enumerate(checks):
         if suffix not in check.suffixes or (step is not None and check.steps is not None and step not in check.steps):
             continue
-        if source.name == check.group if check.reduce else check.reads(source):
+        if check.makes_group(source) if check.reduce else check.reads(source):
             return number
     return NO_CHECK

@@ -231,12 +231,14 @@ def _furthest_samples(
         actual = actual / divisor[rows, None]
     apart = np.nan_to_num(np.abs(expected - actual), nan=0.0)
     at = np.argmax(apart, axis=1)
-    size = np.fmax.reduce(np.abs(expected), axis=1)
-    size = np.where(size > 0, size, np.fmax.reduce(np.abs(actual), axis=1))
-    largest = apart.max(axis=1)
-    difference[rows] = np.where(largest > 0, largest / np.where(size > 0, size, 1.0), 0.0)
+    size = np.asarray(np.fmax.reduce(np.abs(expected), axis=1))
+    size = np.asarray(np.where(size > 0, size, np.fmax.reduce(np.abs(actual), axis=1)))
+    largest = np.asarray(apart.max(axis=1), dtype=np.float64)
+    fraction = largest / np.where(np.asarray(size) > 0, size, 1.0)
+    difference[rows] = np.where(largest > 0, fraction, 0.0)
     cells = pairs.cells[rows]
-    return {int(cells[n]): (float(expected[n, at[n]]), float(actual[n, at[n]])) for n in np.flatnonzero(largest > 0)}
+    moved = [int(n) for n in np.flatnonzero(largest)]
+    return {int(cells[n]): (float(expected[n, at[n]]), float(actual[n, at[n]])) for n in moved}
 
 
 def _order(baseline: StepRows, of_b: IntArray, pairs: Alignment) -> npt.NDArray[np.int32]:

@@ -123,6 +123,39 @@ class Judgement:
         return s if float(moved[s].any(axis=0).sum()) <= few else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadSeen:
+    """How far the baselines at hand are apart, up to each step. Arrays are [S, series], NaN where it is not known."""
+
+    calibrated: FloatArray
+    """In the unit in which tolerances are calibrated."""
+    relative: FloatArray
+    """Relative to the baselines' own values."""
+    absolute: FloatArray
+
+    def in_unit(self, unit: str) -> FloatArray:
+        """Return it in the unit of a declared form."""
+        return 1 + self.relative if unit == "ratio" else {"relative": self.relative, "absolute": self.absolute}[unit]
+
+
+def spread_seen(pairs: Sequence[Differences]) -> SpreadSeen | None:
+    """Measure the spread of baselines from all their pairs; None without one."""
+    if not pairs:
+        return None
+
+    def largest(of: Callable[[Differences], FloatArray]) -> FloatArray:
+        folded = np.fmax.reduce([d.index.largest(np.where(d.exact, np.nan, of(d))) for d in pairs])
+        return np.asarray(np.fmax.accumulate(folded, axis=0), dtype=np.float64)
+
+    def relative(d: Differences) -> FloatArray:
+        with np.errstate(all="ignore"):
+            return np.where(d.absolute == 0, 0.0, d.absolute / np.abs(d.expected))
+
+    return SpreadSeen(
+        calibrated=largest(lambda d: d.difference), relative=largest(relative), absolute=largest(lambda d: d.absolute)
+    )
+
+
 def assign(differences: Differences, checks: Sequence[Check]) -> IntArray:
     """Give each series, at each step, the first check that selects it, [S, series]."""
     keys = differences.index.keys
@@ -145,14 +178,14 @@ def judge(
     limits: Limits | None,
     checks: Sequence[Check],
     flaky: BoolArray | None = None,
-    spread_seen: FloatArray | None = None,
+    seen: SpreadSeen | None = None,
 ) -> Judgement:
     """Judge all cells of one pair of runs.
 
     Args:
         limits: Tolerances laid out for the same series and steps; None: assumed floors.
         flaky: [series] exact kinds that differ among the baselines themselves, and are not judged.
-        spread_seen: [S, series] how far the baselines at hand are apart, for want of limits.
+        seen: How far the baselines at hand are apart.
     """
     d, index = differences, differences.index
     cell_of = index.of_cell
@@ -166,8 +199,7 @@ def judge(
     shape = d.difference.shape
     if limits is None:
         tolerance, tight = d.assumed.copy(), d.assumed.copy()
-        seen = np.full((shape[0], len(index)), np.nan) if spread_seen is None else spread_seen
-        spread = np.broadcast_to(seen[:, None, cell_of], shape).copy()
+        spread = np.full(shape, np.nan)
         flip, within_horizon = np.zeros(shape), np.ones(shape, dtype=bool)
         assumed = d.present & ~d.exact
     else:
@@ -175,22 +207,25 @@ def judge(
             np.broadcast_to(values[:, None, cell_of], shape).copy()
             for values in (limits.tolerance, limits.tight, limits.spread, limits.flip)
         )
-        if spread_seen is not None:
-            spread = np.where(np.isnan(spread), spread_seen[:, None, cell_of], spread)
         within_horizon = np.broadcast_to(limits.judged[:, None, cell_of] > 0, shape)
         assumed = np.zeros(shape, dtype=bool)
+    if seen is not None:
+        spread = np.where(np.isnan(spread), seen.calibrated[:, None, cell_of], spread)
     shown = d.difference.copy()
     needed = np.full(shape, np.nan)
     with np.errstate(all="ignore"):
         excess = shown / tolerance
-        calibrated = K * spread if limits is None else np.fmax(K * spread, tolerance)
-        least = np.where(spread > 0, calibrated, np.nan)
+        least = np.where(spread > 0, K * spread if limits is None else np.fmax(K * spread, tolerance), np.nan)
         for number, one in enumerate(checks):
             if one.form in DECLARED or one.bound:
                 cells = (check == number)[:, None, cell_of] & d.present
                 unit = shown_in(one, d)
                 shown[cells] = unit(d.absolute)[cells] if one.form != "ratio" else _ratio(d)[cells]
-                spread[cells], needed[cells] = (unit(in_absolute(d, each))[cells] for each in (spread, least))
+                apart, needed[cells] = unit(in_absolute(d, spread)), unit(in_absolute(d, least))[cells]
+                if seen is not None:
+                    known = seen.in_unit(one.unit)[:, None, cell_of]
+                    apart = np.where(np.isnan(known), apart, known)
+                spread[cells] = apart[cells]
                 bounds = _bounds(one, d)
                 tolerance[cells], excess[cells] = bounds[cells], _quotient(one, shown, bounds)[cells]
                 tight[cells] = tolerance[cells]

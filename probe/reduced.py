@@ -313,11 +313,11 @@ def _as_rows(rows: StepRows, numbers: _Numbers) -> StepRows:
 
 def _samples(rows: StepRows, part: _Part) -> StepRows:
     """Make rows of the sampled values alone: their bits decide about identity, their largest stands for their size."""
-    sources = [int(source[0]) for source in part.sources]
-    held = [
-        row for row in sources if rows.numel[row] and not (np.isnan(rows.sample[row]).all() and not rows.nonfinite[row])
-    ]
-    keys = tuple(key for key, row in zip(part.keys, sources, strict=True) if row in set(held))
+    sources = np.array([source[0] for source in part.sources], dtype=np.intp)
+    unknown = np.isnan(rows.sample[sources]).all(axis=1) & (rows.nonfinite[sources] == 0)
+    kept = np.flatnonzero((rows.numel[sources] > 0) & ~unknown)
+    held = [int(sources[one]) for one in kept]
+    keys = tuple(part.keys[one] for one in kept)
     at = np.array(held, dtype=np.intp)
     sample = rows.sample[at]
     count = np.minimum(rows.numel[at], SAMPLES)

@@ -7,6 +7,7 @@ Without any of this a check judges what was recorded by its one judged number. T
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from probe.errors import PlanError
 from probe.selection import nearest
@@ -72,7 +73,8 @@ def check_reduction(
         raise PlanError(f"{owner} has form {form!r}, which takes no metric 'sample'. Use 'exact', 'rel' or 'abs'.")
 
 
-def suffixes(metric: Sequence[str], reduce: str, window: int | None, over_ranks: str) -> tuple[str, ...]:
+@lru_cache(maxsize=1024)
+def suffixes(metric: tuple[str, ...], reduce: str, window: int | None, over_ranks: str) -> tuple[str, ...]:
     """Return what is put behind the item of a quantity to name each number that is made of it.
 
     >>> suffixes(("mean_abs",), "", None, "")
