@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -23,7 +24,7 @@ from probe.capture import perturb
 from probe.capture.attention import AttentionWatch
 from probe.capture.gradients import Gradients
 from probe.capture.losses import Losses
-from probe.capture.models import Models
+from probe.capture.models import Models, parameters_of
 from probe.capture.recorder import Recorder
 from probe.capture.session import after_import
 from probe.capture.steps import Steps
@@ -52,6 +53,7 @@ class Attachment:
         self._patch(torch.autograd, "grad", self._around_grad)
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             self._patch(module, "clip_grad_norm_", self._around_clip)
+            self._patch(module, "clip_grad_value_", self._around_clip)
         # torch.cuda.amp.GradScaler and FSDP's ShardedGradScaler inherit the method.
         scaler = {"step": self._around_scaler, "scale": self._around_scale, "unscale_": self._around_unscale}
         after_import(SCALER, lambda: self._patch_class(SCALER, "GradScaler", scaler))
@@ -146,10 +148,21 @@ class Attachment:
         recorder.next_microbatch()
         return result
 
-    def _around_clip(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = inner(*args, **kwargs)
-        if self.recorder.recording and self.mine() and self.models.taps:
-            self.gradients.norm(result)
+    def _around_clip(self, inner: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take what clipping returns, if it returns a norm.
+
+        Args:
+            inner: A function of torch.nn.utils that clips, or FSDP's method.
+            parameters: What is clipped; FSDP's model in its own method.
+        """
+        if not self.recorder.recording or not self.mine() or not self.models.taps:
+            return inner(parameters, *args, **kwargs)
+        if not isinstance(parameters, (torch.Tensor, nn.Module)):
+            parameters = list(parameters)  # it may be a generator, and is needed twice
+        result = inner(parameters, *args, **kwargs)
+        if not isinstance(parameters, nn.Module):
+            self.gradients.clipped(parameters)
+        self.gradients.norm(result)
         return result
 
     # ------------------------------------------------------------------ steps
@@ -174,8 +187,8 @@ class Attachment:
 
     def _around_unscale(self, inner: Callable[..., Any], scaler: Any, optimizer: Optimizer) -> Any:
         result = inner(scaler, optimizer)
-        if scaler.is_enabled():
-            self.gradients.unscaled(optimizer)
+        if scaler.is_enabled() and self.mine():
+            self.gradients.rescaled(parameters_of(optimizer))
         return result
 
     def end_step(self) -> None:

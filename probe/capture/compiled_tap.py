@@ -1,8 +1,9 @@
 """`probe.tap` inside a compiled region: one opaque operation, so that no graph breaks and nothing is removed.
 
 The operation is functional: it returns a copy, and the graph uses the copy. An operation whose result is discarded is
-removed, one with a side effect in Python recompiles on every call, and a tensor hook inside a compiled region breaks the
-graph (the project's torch study, section 3). The gradient is taken by a second operation in the first one's backward.
+removed, one with a side effect in Python recompiles on every call, and a tensor hook inside a compiled region breaks
+the graph (the project's torch study, section 3). The gradient is taken by a second operation in the first one's
+backward.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from probe.capture.models import Models, parameters_of
 from probe.capture.recorder import Recorder, step_key
 from probe.point import Kind
 
+CHANGED = (0, -1)
+"""A version that no gradient has."""
 AFTER_BACKWARD = "after the last backward"
 CLIPPED = "clipped"
 """Item of a gradient as the optimizer got it."""
@@ -59,12 +61,20 @@ class Gradients:
         self._recorder.tensor(step_key(Kind.GRAD, name), gradient, where, part=self._models.part(parameter))
         self._versions[name] = _version(gradient)
 
-    def unscaled(self, optimizer: Optimizer) -> None:
-        """Note that a gradient scaler divides the gradients of an optimizer: that leaves no trace in their versions."""
-        mine = {id(parameter) for parameter in parameters_of(optimizer)}
+    def rescaled(self, parameters: Iterable[Any]) -> None:
+        """Note that gradients were changed in place by what leaves no trace in their versions.
+
+        A gradient scaler's division leaves none, and nothing that is done to a distributed tensor does.
+        """
+        mine = {id(parameter) for parameter in parameters}
         for name, parameter in self._models.trained().items():
             if id(parameter) in mine and name in self._versions:
-                self._versions[name] = (0, 0)
+                self._versions[name] = CHANGED
+
+    def clipped(self, parameters: Any) -> None:
+        """Note that gradients were clipped, where that leaves no trace."""
+        several = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self.rescaled(parameter for parameter in several if hasattr(parameter, "_local_tensor"))
 
     @property
     def changed(self) -> bool:
@@ -107,5 +117,5 @@ class Gradients:
 
 
 def _version(gradient: torch.Tensor) -> tuple[int, int]:
-    """Identify a gradient and its bits. What changes a distributed tensor in place counts in its local data only."""
-    return id(gradient), getattr(gradient, "_local_tensor", gradient)._version
+    """Identify a gradient and its bits."""
+    return id(gradient), gradient._version

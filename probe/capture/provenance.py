@@ -45,8 +45,8 @@ VERSIONS = (
 """Distributions whose versions are stored if they are installed."""
 
 
-def manifest(request: Request, world_size: int) -> dict[str, Any]:
-    """Build what `capture.json` holds."""
+def manifest(request: Request, world_size: int, *, complete: bool = True) -> dict[str, Any]:
+    """Build what `capture.json` holds; without provenance, which takes a while to find out, unless `complete`."""
     return {
         "format": FORMAT_CAPTURE,
         "version": FORMAT_VERSION,
@@ -60,7 +60,7 @@ def manifest(request: Request, world_size: int) -> dict[str, Any]:
             "perturb": request.perturb,
             "plan": request.plan,
         },
-        "provenance": provenance(),
+        "provenance": provenance() if complete else {},
         "env": environment(),
     }
 

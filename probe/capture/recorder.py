@@ -12,6 +12,8 @@ import os
 import sys
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -48,7 +50,7 @@ class Recorder:
         plan: Plan,
         strict: bool,
         first_step: int = 1,
-        manifest: Callable[[int, int], dict[str, Any]],
+        manifest: Callable[[int, bool], dict[str, Any]],
         sink: Callable[[StepRows], None] | None = None,
     ) -> None:
         """Prepare to record; nothing is opened before the first step has something to store.
@@ -59,7 +61,8 @@ class Recorder:
             plan: What to record.
             strict: A step that cannot be stored raises in the training process.
             first_step: Number of the first step; above 1 where training goes on from a checkpoint.
-            manifest: Called once on rank 0 with (rank, world size) when the first step is stored.
+            manifest: Called on rank 0 with the world size, before the first step is stored (False: quickly, without
+                provenance) and after it (True).
             sink: Takes each finished step in place of the writer; then there is no thread and no folder.
         """
         self.plan = plan
@@ -78,6 +81,8 @@ class Recorder:
         self._calls: dict[tuple[Kind, str, str], int] = {}
         self._rows = Rows(256)
         self._scratch = summary.Scratch()
+        self._recent: deque[tuple[weakref.ref[torch.Tensor], int, int]] = deque(maxlen=4)
+        """The tensors reduced last, with their version and row."""
         self._lock = threading.RLock()
         self._worker: ThreadPoolExecutor | None = None
         self._writer: RankWriter | None = None
@@ -117,6 +122,7 @@ class Recorder:
         self.microbatch = 0
         self._order = 0
         self._calls.clear()
+        self._recent.clear()
         self._rows = Rows(max(256, 1 << math.ceil(math.log2(len(self._rows.keys) + 1))))
         self.recording = self.step in self.plan.steps
 
@@ -125,6 +131,7 @@ class Recorder:
         self.microbatch = 0
         self._order = 0
         self._calls.clear()
+        self._recent.clear()
         self._rows = Rows(256)
 
     def refuse(self, why: str) -> None:
@@ -173,17 +180,27 @@ class Recorder:
                     rows.fill(row, numbers.numpy())
                 else:
                     rows.on_device.append((row, numbers))
+            elif (twin := self._twin(value)) is not None:
+                rows.repeat(twin, row)
+                index = summary.sample_index(key.name, value.numel())
+                rows.sample[row, : len(index)] = value.detach().reshape(-1)[torch.from_numpy(index)].double().numpy()
             elif value.device.type == "cpu":
                 sums = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row])
                 rows.sums[row], rows.counts[row] = sums[:4], sums[4:]
                 if sums[5] == 1:
                     rows.value[row] = sums[0]
+                self._recent.append((weakref.ref(value), value._version, row))
             else:
                 rows.on_device.append((row, summary.device_row(value, key.name, self._scratch)))
             if exact and part is None:
                 rows.hash[row] = summary.fingerprint(value)
             if self.plan.keeps(key.kind, key.name, key.item):
                 rows.tensors[key] = value.detach().clone()
+
+    def _twin(self, value: torch.Tensor) -> int | None:
+        """Find the row of the very same tensor, taken a moment ago: modules return what their last child returned."""
+        version = value._version
+        return next((row for ref, then, row in self._recent if ref() is value and then == version), None)
 
     def scalar(self, key: Key, value: Scalar, where: str = "", dtype: str | None = None) -> None:
         """Keep a Python number, truth value or text."""
@@ -207,12 +224,13 @@ class Recorder:
         key, order = self._place(target)
         rows = self._rows
         new = rows.add(key, order, rows.dtype[row], rows.shape[row], rows.where[row])
-        for array in (rows.value, rows.sums, rows.counts, rows.sketch, rows.sample):
-            array[new] = array[row]
+        rows.repeat(row, new)
+        rows.sample[new] = rows.sample[row]
 
     def forget(self, kind: Kind) -> None:
         """Drop the rows of a kind that a later reading in the same step replaces."""
         rows = self._rows
+        self._recent.clear()
         keep = [i for i, key in enumerate(rows.keys) if key.kind is not kind]
         if len(keep) == len(rows.keys):
             return
@@ -266,8 +284,11 @@ class Recorder:
             if self._writer is None:
                 self._writer = RankWriter(self._output, run_id=self._run_id, rank=self.rank, world_size=self.world_size)
                 if self.rank == 0:
-                    write_manifest(self._output, self._manifest(self.rank, self.world_size))
+                    write_manifest(self._output, self._manifest(self.world_size, False))
             written = self._writer.write(step_rows(rows, step, self.rank, self.world_size))
+            if not self.steps_written and self.rank == 0:
+                # Finding out what code ran takes a while; the first step is safe by now.
+                write_manifest(self._output, self._manifest(self.world_size, True))
             self.steps_written.append(step)
             return written
         except Exception as error:

@@ -66,6 +66,11 @@ class Rows:
         if numbers[5] == 1 and math.prod(self.shape[row]) == 1:
             self.value[row] = numbers[0]
 
+    def repeat(self, source: int, target: int) -> None:
+        """Enter another row's numbers; the samples depend on the name and are left to the caller."""
+        for array in (self.value, self.sums, self.counts, self.sketch):
+            array[target] = array[source]
+
     def _grow(self) -> None:
         def doubled(array: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
             return np.concatenate([array, np.full_like(array, fill)])

@@ -205,7 +205,7 @@ def _attach(request: Request) -> None:
         plan=plan_from_dict(request.plan),
         strict=request.strict,
         first_step=request.step_offset + 1,
-        manifest=lambda rank, world_size: manifest(request, world_size),
+        manifest=lambda world_size, complete: manifest(request, world_size, complete=complete),
     )
     _attachment = Attachment(recorder, perturb.parse(request.perturb))
     _attachment.install()

@@ -87,7 +87,9 @@ class Steps:
             elif rate is not None:
                 recorder.scalar(key, float(rate), type(optimizer).__name__, "float")
         if not self._stepped:
-            self._state(type(optimizer).__name__)
+            # A sharded optimizer only deals out the parameters to those of another class.
+            inner = getattr(optimizer, "optim", None)
+            self._state(type(inner if isinstance(inner, Optimizer) else optimizer).__name__)
         skipped = getattr(optimizer, "found_inf", None)
         if isinstance(skipped, torch.Tensor):  # a fused optimizer finds out on its device
             with torch.no_grad():
