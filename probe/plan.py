@@ -213,6 +213,9 @@ def _check(table: Mapping[str, Any], number: int) -> Check:
     form = _typed(table, "form", str, "text", where, "calibrated")
     select = _selections(table, "select", where, ("*",))
     bounds = {name: _number(table, name, where) for name in ("rel", "abs", "ratio", "k")}
+    metric = _texts(table, "metric", where) if "metric" in table else ()
+    reduce, over_ranks = (_typed(table, name, str, "text", where, "") for name in ("reduce", "over_ranks"))
+    window = _whole(table, "window", where)
     try:
         return Check(
             what=what,
@@ -224,10 +227,10 @@ def _check(table: Mapping[str, Any], number: int) -> Check:
             leaf=_selections(table, "leaf", where, ()),
             without=_selections(table, "without", where, ()),
             steps=_steps(table, where),
-            metric=_texts(table, "metric", where) if "metric" in table else (),
-            reduce=_typed(table, "reduce", str, "text", where, ""),
-            window=_whole(table, "window", where),
-            over_ranks=_typed(table, "over_ranks", str, "text", where, ""),
+            metric=metric,
+            reduce=reduce,
+            window=window,
+            over_ranks=over_ranks,
             **bounds,
         )
     except PlanError as error:

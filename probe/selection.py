@@ -129,7 +129,8 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 
     names = sorted(allowed)
     begun = [name for name in names if word.startswith(name) or (word and name.startswith(word))]
-    close = begun[:1] or difflib.get_close_matches(word, names, n=1)
+    alike = difflib.get_close_matches(word, names, n=1, cutoff=0.8)
+    close = alike or begun[:1] or difflib.get_close_matches(word, names, n=1)
     meant = f" Did you mean {close[0]!r}?" if close else ""
     return f"{meant} Allowed: {', '.join(names)}."
 

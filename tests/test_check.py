@@ -163,6 +163,8 @@ def test_a_declared_tolerance_is_written_as_it_was_meant() -> None:
         {"form": "rel", "rel": 0.0002},
         {"form": "abs", "abs": 0.0004},
         {"form": "ratio", "ratio": 20.0},
+        {"form": "record only", "rel": 0.5},
+        {"form": "record only", "abs": 600.0},
         {"form": "exact"},
         {},
     ]
@@ -172,6 +174,8 @@ def test_a_declared_tolerance_is_written_as_it_was_meant() -> None:
         "0.02 %",
         "0.0004 abs",
         "20x",
+        "50 %",
+        "600 abs",
         "",
         "",
     ]
@@ -201,6 +205,38 @@ def test_a_declared_tolerance_is_written_as_it_was_meant() -> None:
         ({"form": "ratio", "ratio": 0.5}, "Check 'x' has ratio = 0.5. It must be at least 1 (20 allows 20 x)."),
         ({"form": "exact", "k": 3.0}, "Check 'x' has form 'exact', which takes no 'k', but k = 3.0 is given."),
         ({"k": 0.0}, "Check 'x' has k = 0.0. It must be finite and above 0."),
+        (
+            {"form": "record only", "rel": 0.5, "abs": 0.5},
+            "Check 'x' has form 'record only', which shows one bound, and two are given.",
+        ),
+        (
+            {"metric": ("mean_asb",)},
+            "Check 'x' has metric = 'mean_asb'. Did you mean 'mean_abs'? Allowed: l2, max_abs, mean, mean_abs, rms, "
+            "sample, sketch, value.",
+        ),
+        (
+            {"reduce": "nrom"},
+            "Check 'x' has reduce = 'nrom'. Did you mean 'norm'? Allowed: count, mean, norm, sum_squares.",
+        ),
+        ({"over_ranks": "max"}, "Check 'x' has over_ranks = 'max'. Allowed: mean."),
+        ({"window": 0}, "Check 'x' has window = 0. It must be at least 1 step."),
+        (
+            {"metric": ("sketch",), "window": 5},
+            "Check 'x' has metric = 'sketch', which is no single number, and asks for a mean or a group of it. "
+            "Name another metric, such as 'l2'.",
+        ),
+        (
+            {"metric": ("l2", "mean"), "over_ranks": "mean"},
+            "Check 'x' makes one number and names 2 metrics. Name one.",
+        ),
+        (
+            {"metric": ("mean",), "reduce": "norm"},
+            "Check 'x' has reduce = 'norm', which takes no 'metric', but metric = 'mean' is given. Remove it.",
+        ),
+        (
+            {"metric": ("sample",)},
+            "Check 'x' has form 'calibrated', which takes no metric 'sample'. Use 'exact', 'rel' or 'abs'.",
+        ),
     ],
 )
 def test_a_wrong_check_says_what_is_wrong_with_it(fields: dict[str, Any], message: str) -> None:

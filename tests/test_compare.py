@@ -14,11 +14,12 @@ from synthetic import Fault, SyntheticCapture, breaks, run
 from test_calibrate import baselines, reverse
 
 from probe.calibrate import calibrate
-from probe.check import Check
+from probe.check import Check, default_checks
 from probe.compare import compare
 from probe.comparison import CheckResult, Comparison, Coverage, Outcome, PairSummary, Verdict
 from probe.errors import IncomparableError, ToleranceError
 from probe.point import Key, Kind
+from probe.selection import parse_steps
 from probe.store.layout import StepRows
 from probe.tolerance import Tolerances
 
@@ -520,8 +521,6 @@ def test_declared_forms_judge_by_their_own_bounds(
 
 
 def test_step_bands_judge_the_steps_they_name() -> None:
-    from probe.selection import parse_steps
-
     fault = only(Kind.GRAD_NORM, "grad_norm", lambda value: value * 1.1, step=1)
     checks = [
         Check(what="first", where="", kinds=(Kind.GRAD_NORM,), form="rel", rel=0.2, steps=parse_steps("1")),
@@ -529,6 +528,48 @@ def test_step_bands_judge_the_steps_they_name() -> None:
     ]
     first, later = compare(BASE, [candidate(fault=fault)], TOLERANCES, checks=checks).checks
     assert (first.verdict, first.cells, later.verdict, later.cells) == (Verdict.WITHIN, 2, Verdict.WITHIN, 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"select": ("grad/blok.*",)}, "its selection matches nothing that was recorded"),
+        ({"select": ("loss/*",), "form": "record only"}, "all that it selects belongs to checks before it"),
+        ({"select": ("loss/*",), "steps": parse_steps("10-")}, "none of its steps 10- was recorded"),
+        (
+            {"select": ("forward/*",), "metric": ("value",)},
+            "no such number can be made of what was recorded",
+        ),
+        ({"select": ("loss/*",), "window": 50}, "no such number can be made of what was recorded"),
+    ],
+)
+def test_a_declared_check_that_judges_nothing_never_passes(fields: dict[str, object], why: str) -> None:
+    declared = Check(what="x", where="", **fields)  # type: ignore[arg-type]
+    comparison = compare(BASE, [candidate()], TOLERANCES, checks=[*default_checks(), declared])
+    assert comparison.outcome is Outcome.NOT_COMPARABLE
+    assert comparison.reason == f"Check 'x' judged nothing: {why}. Correct or remove it."
+    assert row(comparison, "x").verdict is Verdict.NOT_COMPARABLE
+
+
+@pytest.mark.parametrize("form", ["exact", "rel"])
+def test_an_integer_is_judged_exactly_unless_a_tolerance_is_declared(form: str) -> None:
+    def counted(name: str, value: float, code: str) -> SyntheticCapture:
+        def as_integer(rows: StepRows) -> StepRows:
+            return replace(
+                rows,
+                dtype=tuple(
+                    "int64" if key.kind is Kind.GRAD_NORM else dtype
+                    for key, dtype in zip(rows.keys, rows.dtype, strict=True)
+                ),
+            )
+
+        made = only(Kind.GRAD_NORM, "grad_norm", lambda _: np.array(value))
+        return run(name, noise=0.0, code=code, fault=made).edited(as_integer)
+
+    check = Check(what="n", where="", kinds=(Kind.GRAD_NORM,), form=form, rel=0.01 if form == "rel" else None)
+    found = compare([counted("b", 400.0, "a")], [counted("c", 402.0, "b")], None, checks=[check]).checks[0]
+    expected = (Verdict.WITHIN, 0.005) if form == "rel" else (Verdict.ABOVE, 2.0)
+    assert (found.verdict, found.difference) == (expected[0], pytest.approx(expected[1]))
 
 
 @few

@@ -45,6 +45,27 @@ select = "grad/*"
 form = "ratio"
 ratio = 20
 steps = "2-"
+
+[[check]]
+what = "windows"
+select = "loss/*"
+metric = "value"
+window = 50
+over_ranks = "mean"
+form = "abs"
+abs = 0.1
+
+[[check]]
+what = "samples"
+select = "explicit/logits"
+metric = ["sample", "l2"]
+form = "exact"
+
+[[check]]
+what = "counts"
+select = "grad/*"
+reduce = "count"
+form = "exact"
 """
 
 
@@ -89,6 +110,26 @@ def test_a_plan_file_becomes_a_plan_with_its_checks_before_the_defaults(tmp_path
                 ratio=20.0,
                 steps=parse_steps("2-"),
             ),
+            Check(
+                what="windows",
+                where="loss/*",
+                form="abs",
+                required=True,
+                select=("loss/*",),
+                abs=0.1,
+                metric=("value",),
+                window=50,
+                over_ranks="mean",
+            ),
+            Check(
+                what="samples",
+                where="explicit/logits",
+                form="exact",
+                required=True,
+                select=("explicit/logits",),
+                metric=("sample", "l2"),
+            ),
+            Check(what="counts", where="grad/*", form="exact", required=True, select=("grad/*",), reduce="count"),
             *default_checks(),
         ),
     )
@@ -144,7 +185,10 @@ def test_a_command_line_without_steps_leaves_the_plan_its_steps() -> None:
 
 
 KINDS = "backward, batch, call, explicit, forward, grad, grad_norm, loss, lr, param, state"
-CHECK_KEYS = "abs, form, k, kinds, leaf, metric, over_ranks, ratio, reduce, rel, required, select, steps, what, where, window, without"
+CHECK_KEYS = (
+    "abs, form, k, kinds, leaf, metric, over_ranks, ratio, reduce, rel, required, select, steps, what, where, window, "
+    "without"
+)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +205,14 @@ CHECK_KEYS = "abs, form, k, kinds, leaf, metric, over_ranks, ratio, reduce, rel,
         (
             "[[check]]\nwhat = 'a'\n[[check]]\nwhat = 'b'\nselct = '*'",
             f"Key 'selct' of [[check]] 2 is unknown. Did you mean 'select'? Allowed: {CHECK_KEYS}.",
+        ),
+        (
+            "[[check]]\nwhat = 'a'\nwindow = 0.5",
+            "Key 'window' of [[check]] 1 ('a') is 0.5 (a number), not a whole number.",
+        ),
+        (
+            "[[check]]\nwhat = 'a'\nmetric = 3",
+            "Key 'metric' of [[check]] 1 ('a') is 3 (a number), not text or a list of texts.",
         ),
         ("record = 3", "Key 'record' of the plan is 3 (a number), not a table."),
         ("check = 'x'", "Key 'check' of the plan is 'x' (text), not a list of tables. Write [[check]]."),
