@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from probe.comparison import Outcome
 from probe.equivalence.arm import Inputs, find_arm
 from probe.equivalence.options import Options
-from probe.equivalence.protocol import Result, check_in_process
+from probe.equivalence.protocol import REPEATS, Recorded, Result, check_in_process
 from probe.equivalence.run import Job
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 24, 2
@@ -161,32 +161,39 @@ def cases() -> Iterator[Case]:
             yield Case(variant=variant, fault=fault, found_at="blocks.1" if inside else where)
 
 
-def check(baseline: nn.Module, candidate: nn.Module, seed: int) -> Result:
-    """Give both the same random weights and compare them, as `probe_check` does."""
+def randomize(baseline: nn.Module, seed: int) -> None:
+    """Give the baseline random weights."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in baseline.parameters():
             parameter.copy_(torch.randn_like(parameter) * (parameter.shape[-1] ** -0.5))
             if parameter.shape == (WIDTH,):
                 parameter.add_(1)
+
+
+def check(baseline: nn.Module, candidate: nn.Module, seed: int, known: Recorded | None = None) -> Result:
+    """Give the candidate the baseline's weights and compare them, as `probe_check` does.
+
+    Args:
+        baseline: With its weights.
+        candidate: Another module with the same parameters.
+        seed: Of the input.
+        known: The baseline as recorded with this seed.
+    """
+    with torch.no_grad():
         for ours, theirs in zip(candidate.parameters(), baseline.parameters(), strict=True):
             ours.copy_(theirs)
-    job = Job(
-        inputs=Inputs((torch.randn(BATCH, TOKENS, WIDTH),), {}),
-        loss=None,
-        optimizer=None,
-        steps=1,
-        seed=seed,
-        command=(),
-    )
+    torch.manual_seed(seed)
+    inputs = Inputs((torch.randn(BATCH, TOKENS, WIDTH),), {})
     options = Options(seed=seed)
     return check_in_process(
         find_arm("baseline", baseline),
         find_arm("candidate", candidate),
-        job,
+        Job(inputs=inputs, loss=None, optimizer=None, steps=1, seed=seed, command=()),
         k=options.k,
         checks=options.checks(),
         tolerances=None,
+        known=known,
     )
 
 
@@ -205,18 +212,27 @@ def wrong(case: Case, result: Result) -> str:
 
 
 def sweep(seeds: range, wanted: Callable[[Case], bool] = lambda case: True) -> dict[str, Counter[str]]:
-    """Check all cases with all seeds; count what went wrong by case."""
+    """Check all cases with all seeds; count what went wrong by case. The baseline is recorded once for each seed."""
     baseline = Model()
-    results: dict[str, Counter[str]] = {}
-    for case in filter(wanted, cases()):
-        candidate = case.build()
-        counts = results[case.name] = Counter()
-        for seed in seeds:
-            text = wrong(case, check(baseline, candidate, seed))
-            counts["right" if not text else f"seed {seed}: {text}"] += 1
-        print(f"{case.name}: {counts['right']} of {len(seeds)} right", flush=True)
+    candidates = {case: case.build() for case in filter(wanted, cases())}
+    results: dict[str, Counter[str]] = {case.name: Counter() for case in candidates}
+    for count, seed in enumerate(seeds, 1):
+        randomize(baseline, seed)
+        known = None
+        for case, candidate in candidates.items():
+            result = check(baseline, candidate, seed, known)
+            # Escalation recorded more of it: every case begins with as few repeats as a test does.
+            known = known or (
+                result.recorded if result.recorded and len(result.recorded.perturbed) == REPEATS else None
+            )
+            text = wrong(case, result)
+            results[case.name]["right" if not text else f"seed {seed}: {text}"] += 1
+        if count % 20 == 0:
+            print(f"{count} seeds, {sum(each['right'] < count for each in results.values())} cases wrong", flush=True)
+    for name, counts in results.items():
+        print(f"{name}: {counts['right']} of {len(seeds)} right")
         for line in [line for line in counts if line != "right"][:5]:
-            print(f"  {line}", flush=True)
+            print(f"  {line}")
     return results
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch  # noqa: F401 - the inner runs share it: it cannot be imported twice
 
-import probe.equivalence.protocol
 from probe.equivalence.ranks import Outcome, told
 from probe.store.reader import open_capture
 

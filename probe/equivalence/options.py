@@ -23,6 +23,18 @@ Allowed: TypeAlias = float | Mapping[str, float] | str | Path | Tolerances | Non
 _NAMES = ("tolerances", "steps", "seed", "k", "ranks")
 _JUDGED = (Kind.FORWARD, Kind.BACKWARD, Kind.LOSS, Kind.GRAD, Kind.PARAM, Kind.EXPLICIT)
 
+OWN = (
+    Check(what="output", where="what the call returned", required=True, kinds=(Kind.FORWARD,), select=("(output)",)),
+    Check(
+        what="gradients of arguments",
+        where="gradient of the loss at the call's arguments",
+        required=True,
+        kinds=(Kind.GRAD,),
+        select=("(input)",),
+    ),
+)
+"""Rows that a check has before the default ones."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -67,23 +79,7 @@ class Options:
             )
             for what, value in declared(self.tolerances).items()
         ]
-        rows += [
-            Check(
-                what="output",
-                where="what the call returned",
-                required=True,
-                kinds=(Kind.FORWARD,),
-                select=("(output)",),
-            ),
-            Check(
-                what="gradients of arguments",
-                where="gradient of the loss at the call's arguments",
-                required=True,
-                kinds=(Kind.GRAD,),
-                select=("(input)",),
-            ),
-        ]
-        return (*rows, *default_checks())
+        return (*rows, *OWN, *default_checks())
 
 
 def declared(tolerances: Allowed) -> dict[str, float]:

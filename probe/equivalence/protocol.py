@@ -17,16 +17,26 @@ from probe.comparison import Comparison, Outcome
 from probe.equivalence.arm import Arm, undisturbed
 from probe.equivalence.memory import MemoryCapture
 from probe.equivalence.noise import allow_noise, noise_check, noise_of
+from probe.equivalence.options import OWN
 from probe.equivalence.run import Job, is_low_precision, run
 from probe.errors import listed
 from probe.judge import Judgement
 from probe.outcome import ENOUGH_BASELINES, ENOUGH_CANDIDATES
-from probe.point import Kind
+from probe.point import Key, Kind
 from probe.series import CaptureLike
 from probe.tolerance import Tolerances
 
 REPEATS = 3
 """Perturbed repeats to begin with, as many as the runs that are asked of a training job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A baseline and what was calibrated from it."""
+
+    plain: tuple[MemoryCapture, ...]
+    perturbed: tuple[MemoryCapture, ...]
+    tolerances: Tolerances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +47,12 @@ class Result:
     judgements: tuple[Judgement, ...]
     checks: tuple[Check, ...]
     tolerances: Tolerances
+    recorded: Recorded | None = None
+    """The baseline, where it was recorded for this check."""
 
     def with_note(self, note: str) -> Result:
         """Return the result with one more note."""
         return replace(self, comparison=replace(self.comparison, notes=(*self.comparison.notes, note)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """A baseline and what was calibrated from it."""
-
-    plain: tuple[MemoryCapture, ...]
-    perturbed: tuple[MemoryCapture, ...]
-    tolerances: Tolerances
 
 
 def record_baseline(
@@ -88,7 +91,14 @@ def record_baseline(
 
 
 def check_in_process(
-    baseline: Arm, candidate: Arm, job: Job, *, k: float, checks: tuple[Check, ...], tolerances: Tolerances | None
+    baseline: Arm,
+    candidate: Arm,
+    job: Job,
+    *,
+    k: float,
+    checks: tuple[Check, ...],
+    tolerances: Tolerances | None,
+    known: Recorded | None = None,
 ) -> Result:
     """Compare two callables.
 
@@ -99,6 +109,7 @@ def check_in_process(
         k: Multiple of the spread.
         checks: Rows of the table.
         tolerances: Judge by these; None: calibrate.
+        known: The baseline from an earlier check with the same state and job, which is not recorded again.
     """
     with undisturbed([baseline, candidate]) as state:
 
@@ -108,7 +119,7 @@ def check_in_process(
         if tolerances is not None:
             plain = make("baseline", None)
             return judged([plain], [run(candidate, job, state, name="candidate")], tolerances, checks)
-        recorded = record_baseline(make, repeats=REPEATS, k=k, checks=checks)
+        recorded = known or record_baseline(make, repeats=REPEATS, k=k, checks=checks)
         candidates = [run(candidate, job, state, name="candidate")]
         result = judged(recorded.plain[:1], candidates, recorded.tolerances, checks)
         if result.comparison.outcome is Outcome.INCONCLUSIVE:
@@ -118,7 +129,7 @@ def check_in_process(
                     run(candidate, job, state, name=f"candidate {count}") for count in range(2, ENOUGH_CANDIDATES + 1)
                 ]
             result = judged(recorded.plain[:1], candidates, recorded.tolerances, checks)
-        return result
+        return replace(result, recorded=recorded)
 
 
 def judged(
@@ -128,9 +139,7 @@ def judged(
     checks: tuple[Check, ...],
 ) -> Result:
     """Compare, and let a candidate that has other insides than the baseline be judged by what both have."""
-    noise = noise_of(tolerances)
-    if noise:
-        checks = (noise_check(noise), *checks)
+    checks = _rows(checks, noise_of(tolerances), [*baselines, *candidates])
     comparison, judgements = compare_cells(baselines, candidates, tolerances, checks=checks, same_code=True)
     if comparison.outcome is Outcome.NOT_COMPARABLE and comparison.coverage.missing:
         hidden = _hidden(baselines[0], candidates[0])
@@ -148,16 +157,24 @@ def judged(
     return Result(comparison=comparison, judgements=judgements, checks=checks, tolerances=tolerances)
 
 
+def _rows(checks: tuple[Check, ...], noise: tuple[str, ...], runs: Sequence[CaptureLike]) -> tuple[Check, ...]:
+    """Put rounding first, and leave out rows of our own that have nothing left to judge."""
+    own: tuple[Check, ...] = OWN
+    if noise:
+        own = (noise_check(noise), *OWN)
+        checks = (own[0], *checks)
+    keys = {key for run in runs for key in _keys(run)}
+    used = {next((check for check in checks if check.selects(key)), None) for key in keys}
+    return tuple(check for check in checks if check in used or check not in own)
+
+
+def _keys(capture: CaptureLike) -> set[Key]:
+    return {key for rank in capture.ranks for step in capture.steps(rank) for key in capture.rows(rank, step).keys}
+
+
 def _hidden(baseline: CaptureLike, candidate: MemoryCapture) -> set[str]:
     """Name the modules whose outputs the baseline has and the candidate has not."""
-    there = {key.name for key in candidate.keys() if key.kind is Kind.FORWARD}  # noqa: SIM118
-    names = {
-        key.name
-        for rank in baseline.ranks
-        for step in baseline.steps(rank)
-        for key in baseline.rows(rank, step).keys
-        if key.kind is Kind.FORWARD
-    }
+    there, names = ({key.name for key in _keys(run) if key.kind is Kind.FORWARD} for run in (candidate, baseline))
     return names - there
 
 
