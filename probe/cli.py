@@ -231,6 +231,11 @@ def calibrate(captures: tuple[Path, ...], output: Path, plan: Path | None, k: fl
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--all", "everything", is_flag=True, help="Show details of every check and name everything unmatched.")
 @click.option("--same-code", is_flag=True, help="Allow both arms to have run the same code.")
+@click.option(
+    "--inject",
+    metavar="KIND[:SIZE]",
+    help="Judge the candidate with a known change in it, and say which checks would have flagged it.",
+)
 @click.option("--report", type=_FILE, metavar="F.html", help="Write a self-contained HTML page.")
 @click.option("--markdown", type=_FILE, metavar="F.md", help="Write Markdown for a pull request.")
 @click.option("--junit", type=_FILE, metavar="F.xml", help="Write JUnit XML.")
@@ -244,6 +249,7 @@ def diff(
     as_json: bool,
     everything: bool,
     same_code: bool,
+    inject: str | None,
     report: Path | None,
     markdown: Path | None,
     junit: Path | None,
@@ -257,7 +263,10 @@ def diff(
     \b
     probe diff captures/base-0 captures/opt-0 -t tolerances/job.toml
     probe diff captures/base-* --candidate captures/opt-* -t tolerances/job.toml --markdown table.md
+    probe diff captures/base-0 -t tolerances/job.toml --inject scale:1.001
     """
+    if inject is not None:
+        return _inject(captures, candidates, tolerances, plan, inject, as_json=as_json)
     baselines, candidates = arms(captures, candidates)
     outputs = [path for path in (report, markdown, junit) if path is not None]
     refuse_overwriting(outputs, force=force)
@@ -284,6 +293,38 @@ def diff(
     comparison = replace(comparison, tolerances="" if tolerances is None else str(tolerances))
     reports = Reports(report=report, markdown=markdown, junit=junit, summary=summary)
     return show_comparison(comparison, judgements, checks, reports, as_json=as_json, everything=everything)
+
+
+def _inject(
+    captures: tuple[Path, ...],
+    candidates: tuple[Path, ...],
+    tolerances: Path | None,
+    plan: Path | None,
+    inject: str,
+    *,
+    as_json: bool,
+) -> int:
+    """Show the power of the checks. A single capture is judged against itself. The status is 0 whatever they see."""
+    from probe.inject import parse_injection
+    from probe.plan import default_checks, load_plan
+    from probe.power import measure_power
+    from probe.report.power import to_json, to_text
+    from probe.store.reader import open_capture
+    from probe.tolerance import load
+
+    injection = parse_injection(inject)
+    alone = len(captures) == 1 and not candidates
+    baselines, candidates = (captures, captures) if alone else arms(captures, candidates)
+    checks = default_checks() if plan is None else load_plan(plan).checks
+    power = measure_power(
+        [open_capture(path) for path in baselines],
+        open_capture(candidates[0]),
+        None if tolerances is None else load(tolerances),
+        injection,
+        checks=checks,
+    )
+    click.echo(to_json(power) if as_json else to_text(power))
+    return 0
 
 
 def arms(captures: tuple[Path, ...], candidates: tuple[Path, ...]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
