@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -271,23 +272,24 @@ assert not any(parameter._backward_hooks for parameter in net.parameters())
 """
 
 
-def bare(words: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run a command for its digest alone."""
+def bare(words: Sequence[str], folder: Path) -> tuple[dict[str, Any], str]:
+    """Run a command for its digest alone; returns that and what the command printed."""
     folder.mkdir()
     request = Request(
         output=str(folder / "capture"), run_id="0" * 32, plan=Plan().as_dict(), digest=str(folder), bare=True, seed=3
     )
-    bootstrap = Path(launch.__file__).parent / "bootstrap"
-    done = run(words, PROBE_REQUEST=request.to_json(), PYTHONPATH=str(bootstrap))
+    capture = Path(launch.__file__).parent
+    path = f"{capture / 'bootstrap'}{os.pathsep}{capture.parents[1]}"
+    done = run(words, PROBE_REQUEST=request.to_json(), PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert [file.name for file in folder.iterdir()] == ["rank00000-0.json"]
     digest: dict[str, Any] = json.loads((folder / "rank00000-0.json").read_text())
-    return digest
+    return digest, done.stdout
 
 
 def test_a_bare_run_is_watched_without_touching_any_module(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(BARE)
-    digest = bare([sys.executable, str(tmp_path / "job.py")], tmp_path / "digest")
+    digest, _ = bare([sys.executable, str(tmp_path / "job.py")], tmp_path / "digest")
     assert (digest["rank"], digest["steps"], len(digest["losses"])) == (0, 1, 1)
     assert [text.rsplit(" ", 1)[0] for text in digest["parameters"]] == ["float32[4, 4]", "float32[4]"]
 
@@ -298,14 +300,16 @@ def test_the_digest_holds_the_losses_that_were_printed_and_the_bits_that_were_sa
     from probe.capture import summary
 
     weights = tmp_path / "weights.pt"
-    digest = bare(command("tiny.py", "--accum", "2", "--weights", str(weights)), tmp_path / "digest")
+    digest, printed = bare(command("tiny.py", "--weights", str(weights)), tmp_path / "digest")
     saved = torch.load(weights, weights_only=True)
     expected = []
     for tensor in saved.values():
         high, low = summary.fingerprint(tensor)
         expected.append(f"float32{list(tensor.shape)} {high:016x}{low:016x}")
     assert sorted(digest["parameters"]) == sorted(expected)
-    assert (digest["steps"], len(digest["losses"])) == (3, 6)
+    losses = [json.loads(line)["loss"] for line in printed.splitlines()]
+    assert [float(text.split()[1]) for text in digest["losses"]] == losses
+    assert (digest["steps"], len(losses)) == (3, 3)
 
 
 def test_a_real_module_that_draws_random_numbers_when_it_is_hooked_is_named(tmp_path: Path) -> None:
