@@ -106,7 +106,9 @@ def verify(
 
 
 @click.command(context_settings=_COMMAND)
-@click.option("-o", "--output", type=_PATH, metavar="DIR", help="Keep captures and logs here [default: not kept].")
+@click.option(
+    "-o", "--output", type=_PATH, metavar="DIR", help="Keep captures and logs here [default: kept after errors]."
+)
 @click.option("--steps", default="", metavar="STEPS", help="Optimizer updates to record, such as 1-5 [default: all].")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Seed random, numpy and torch with SEED + rank.")
 @click.option("--plan", type=_PATH, metavar="FILE", help="Plan file (TOML): what to record.")
@@ -123,17 +125,18 @@ def selfcheck(
     \b
     probe selfcheck --seed 42 --steps 1-5 -- python train.py --lr 1e-4
     """
-    import contextlib
+    import shutil
     import tempfile
 
     from probe.selfcheck import SelfcheckOptions, verdict_lines
     from probe.selfcheck import selfcheck as checked
 
-    with contextlib.ExitStack() as stack:
-        if output is None:
-            output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="probe-selfcheck-")))
-        options = SelfcheckOptions(command=command, output=output, steps=steps, seed=seed, plan=plan, runs=runs)
-        result = checked(options, tell=_tell)
+    folder = Path(tempfile.mkdtemp(prefix="probe-selfcheck-")) if output is None else output
+    options = SelfcheckOptions(command=command, output=folder, steps=steps, seed=seed, plan=plan, runs=runs)
+    result = checked(options, tell=_tell)
+    if output is None:
+        # After an error it stays: the message names a log in it.
+        shutil.rmtree(folder)
     for line in verdict_lines(result):
         click.echo(line)
     return result.exit_status
