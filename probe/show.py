@@ -10,18 +10,21 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from probe.errors import CaptureError, CaptureFormatError
-from probe.point import Key
+from probe.point import Key, Kind
 from probe.report import words
 from probe.selection import glob_pattern, matches, patterns_by_kind
 
 if TYPE_CHECKING:
     from probe.store.layout import StepRows
     from probe.store.reader import Capture
+
+OF_MODEL = (Kind.FORWARD, Kind.BACKWARD, Kind.GRAD, Kind.PARAM)
+"""Kinds whose names are paths in a model."""
 
 _SHORT = {
     "bfloat16": "bf16",
@@ -51,6 +54,41 @@ class Selected:
         return matches(patterns_by_kind((self.name,))[key.kind], key.name, key.item)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derivations:
+    """From which path in the model each name of a capture was derived."""
+
+    paths: Mapping[str, tuple[str, str]]
+    """Path as PyTorch spells it, and what the name leaves out of it, by name."""
+    without_name: tuple[str, ...]
+    """What has no name, one sentence each."""
+
+    @classmethod
+    def of(cls, capture: Capture, rank: int | None) -> Derivations:
+        """Read what a rank, or the first one, stored; nothing where it stored nothing."""
+        from probe.store.layout import NAMES_FILE, rank_folder
+        from probe.store.problems import read_json
+
+        file = (
+            capture.path / rank_folder(capture.ranks[0] if rank is None and capture.ranks else rank or 0) / NAMES_FILE
+        )
+        told = read_json(file) if file.is_file() else {}
+        paths: dict[str, tuple[str, str]] = {}
+        for each in told.get("names", ()):
+            dropped = each["dropped"]
+            paths.setdefault(each["name"], (each["path"], f"without {', '.join(dropped)}" if dropped else ""))
+        unnamed = (
+            f"Parameter {type_} of an optimizer is in no module that was called." for type_ in told.get("unnamed", ())
+        )
+        inside = (f"Module {name!r} is inside a compiled region." for name in told.get("inside_compiled", ()))
+        return cls(paths=paths, without_name=(*unnamed, *inside))
+
+    def columns(self, key: Key) -> tuple[str, ...]:
+        """Return path and what was left out, as cells of a line; none for what is no part of a model."""
+        path, dropped = self.paths.get(key.name, ("", "")) if key.kind in OF_MODEL else ("", "")
+        return tuple(cell for cell in (path, dropped) if cell)
+
+
 def show_capture(capture: Capture, name: str, *, step: int | None, rank: int | None, as_json: bool, names: bool) -> int:
     """Print a capture, or the values of the quantities that a glob names.
 
@@ -67,12 +105,19 @@ def show_capture(capture: Capture, name: str, *, step: int | None, rank: int | N
         rows = list(_readable(capture, places, unreadable)) if name or names else []
         print(json.dumps(_as_object(capture, rows, selected, names), indent=1, allow_nan=False))
     elif names:
-        labels = dict.fromkeys(
-            key.label for rows in _readable(capture, places, unreadable) for key in rows.keys if selected.wants(key)
-        )
+        labels = {
+            key.label: key
+            for rows in _readable(capture, places, unreadable)
+            for key in rows.keys
+            if selected.wants(key)
+        }
         _require(labels, capture, selected, unreadable)
-        for label in labels:
-            print(label)
+        derived = Derivations.of(capture, selected.rank)
+        for label, key in labels.items():
+            print("\t".join((label, *derived.columns(key))))
+        if not name:
+            for line in derived.without_name:
+                print(line)
     elif name:
         found = (row for rows in _readable(capture, places, unreadable) for row in value_rows(rows, selected))
         header = ("Step", "Rank", "Quantity", "Type", "Value or l2", "Mean", "Mean |x|", "Max |x|", "NaN")

@@ -105,6 +105,7 @@ class Attachment:
             else:
                 perturb.perturb_outputs(taps.modules, self.perturbation, lambda: (recorder.step, recorder.microbatch))
         self.steps.begin(taps)
+        recorder.names = self.models.derivations()
 
     # ------------------------------------------------------------------ loss and gradients
     def _around_backward(self, inner: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,4 +200,6 @@ class Attachment:
         """End recording at the end of the process."""
         if self.mine():
             self.steps.close()
+            if self.models.taps:
+                self.recorder.names = self.models.derivations()
         self.recorder.close()

@@ -54,6 +54,8 @@ class Models:
         self._call: Callable[..., Any] | None = None
         """`Module.__call__` as it was, while the search replaces it."""
         self._parts: dict[int, Part] = {}
+        self._loose: set[int] = set()
+        """Parameters that were seen with a gradient and are in no model."""
 
     @property
     def by_hand(self) -> bool:
@@ -90,9 +92,20 @@ class Models:
             for name, parameter in taps.parameters.items():
                 if updated.pop(id(parameter), None) is not None:
                     found[name] = parameter
-        for index, parameter in enumerate(updated.values()):
+        # What sharding has put another parameter in place of is still held by an earlier optimizer, and never trained.
+        self._loose.update(identity for identity, parameter in updated.items() if parameter.grad is not None)
+        for index, parameter in enumerate(p for identity, p in updated.items() if identity in self._loose):
             found[f"(unnamed).{index}"] = parameter
         return found
+
+    def derivations(self) -> dict[str, Any]:
+        """Say how each name was derived, and what has none."""
+        unnamed = [p for name, p in self.trained().items() if name.startswith("(unnamed).")]
+        return {
+            "names": [told for taps in self.taps for told in names.derivations(taps.modules)],
+            "unnamed": [f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for p in unnamed],
+            "inside_compiled": [name for taps in self.taps for name in taps.inside_compiled],
+        }
 
     def part(self, parameter: nn.Parameter) -> Part | None:
         """Say which part of a whole parameter this is, where the parameter itself does not know."""

@@ -56,6 +56,8 @@ class NamedModule:
     module: nn.Module
     wrapper: bool
     """The module only wraps the one that has the same name."""
+    dropped: tuple[str, ...] = ()
+    """Edges of the path that the name leaves out, each with the class of its wrapper: `module (DDP)`."""
 
 
 def join(prefix: str, name: str) -> str:
@@ -72,19 +74,20 @@ def walk(top: nn.Module, root: str = ROOT) -> Iterator[NamedModule]:
     """
     edges = _wrapper_edges()
     seen: set[int] = set()
-    stack: list[tuple[nn.Module, str, str]] = [(top, root, "")]
+    stack: list[tuple[nn.Module, str, str, tuple[str, ...]]] = [(top, root, "", ())]
     while stack:
-        module, name, path = stack.pop()
+        module, name, path, without = stack.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
         inner = next((attr for cls, attr in edges if isinstance(module, cls) and attr in module._modules), None)
-        yield NamedModule(name=name, path=path, module=module, wrapper=inner is not None)
+        yield NamedModule(name=name, path=path, module=module, wrapper=inner is not None, dropped=without)
         for child_name, child in reversed(list(module._modules.items())):
             if child is not None:
                 dropped = child_name == inner
                 child_path = f"{path}.{child_name}" if path else child_name
-                stack.append((child, name if dropped else join(name, child_name), child_path))
+                edges_out = (*without, f"{child_name} ({type(module).__name__})") if dropped else without
+                stack.append((child, name if dropped else join(name, child_name), child_path, edges_out))
 
 
 def named_parameters(modules: list[NamedModule]) -> dict[str, nn.Parameter]:
@@ -97,6 +100,24 @@ def named_parameters(modules: list[NamedModule]) -> dict[str, nn.Parameter]:
                 seen.add(id(parameter))
                 found.setdefault(join(entry.name, name), parameter)
     return found
+
+
+def derivations(modules: list[NamedModule]) -> list[dict[str, Any]]:
+    """Say of every module and parameter from which path its name was derived, and what was left out of it."""
+    told: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    for entry in modules:
+        dropped = list(entry.dropped)
+        if not entry.wrapper:
+            kind = type(entry.module).__name__
+            told.append({"name": entry.name, "path": entry.path, "class": kind, "dropped": dropped})
+        for name, parameter in entry.module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                path = f"{entry.path}.{name}" if entry.path else name
+                kind = type(parameter).__name__
+                told.append({"name": join(entry.name, name), "path": path, "class": kind, "dropped": dropped})
+    return told
 
 
 def outermost(module: nn.Module, parents: dict[int, nn.Module]) -> nn.Module:

@@ -29,8 +29,8 @@ from probe.capture.shards import Part, held, part_row
 from probe.errors import CaptureError
 from probe.plan import Plan
 from probe.point import STEP_CLOCK, Key, Kind
-from probe.store.folder import write_manifest
-from probe.store.layout import StepRows
+from probe.store.folder import write_json, write_manifest
+from probe.store.layout import NAMES_FILE, StepRows, rank_folder
 from probe.store.writer import RankWriter
 
 QUEUE_BYTES = 512 * 1024 * 1024
@@ -73,6 +73,9 @@ class Recorder:
         """The current step is wanted."""
         self.previous_recorded = False
         self.steps_written: list[int] = []
+        self.names: dict[str, Any] = {}
+        """How the names were derived; stored beside the rank's segments whenever it is another object."""
+        self._names_written: dict[str, Any] = self.names
         self.events: dict[str, int] = {}
         """How often the process did what recording waits for; told when nothing was recorded."""
         self._output, self._run_id, self._strict, self._manifest = output, run_id, strict, manifest
@@ -168,7 +171,7 @@ class Recorder:
             found = held(value)
             part = part or found.part
             shape, text = tuple(value.shape if part is None else part.shape), found.text if part is None else part.text
-            value = found.tensor
+            given, value = value, found.tensor
             if value.layout is not torch.strided or value.is_meta or value.is_quantized or not found.reducible:
                 self._rows.add(key, order, dtype, shape, where, text or f"not reduced: {value.layout}, {value.device}")
                 return
@@ -180,7 +183,7 @@ class Recorder:
                     rows.fill(row, numbers.numpy())
                 else:
                     rows.on_device.append((row, numbers))
-            elif (twin := self._twin(value)) is not None:
+            elif value is given and (twin := self._twin(value)) is not None:
                 rows.repeat(twin, row)
                 index = summary.sample_index(key.name, value.numel())
                 rows.sample[row, : len(index)] = value.detach().reshape(-1)[torch.from_numpy(index)].double().numpy()
@@ -290,6 +293,7 @@ class Recorder:
                 # Finding out what code ran takes a while; the first step is safe by now.
                 write_manifest(self._output, self._manifest(self.world_size, True))
             self.steps_written.append(step)
+            self._write_names()
             return written
         except Exception as error:
             if self._failure is None:
@@ -299,6 +303,12 @@ class Recorder:
             with self._room:
                 self._queued -= nbytes
                 self._room.notify_all()
+
+    def _write_names(self) -> None:
+        names = self.names
+        if names is not self._names_written:
+            write_json(self._output / rank_folder(self.rank) / NAMES_FILE, names)
+            self._names_written = names
 
     def _report(self) -> None:
         """Tell of a failed write, once; the steps after it are dropped and counted."""
@@ -331,6 +341,7 @@ class Recorder:
         self._strict = strict
         if self._writer is not None:
             try:
+                self._write_names()
                 self._writer.close(error=self._failure, dropped_steps=sorted(set(self._dropped)))
             except Exception as error:
                 if self._failure is None:

@@ -33,6 +33,8 @@ RANK_FOLDER = re.compile(r"rank(\d{5})")
 SEGMENT_FILE = re.compile(r"step(\d{8})\.h5")
 MANIFEST_FILE = "capture.json"
 END_FILE = "end.json"
+NAMES_FILE = "names.json"
+"""In a rank's folder: from which path in the model each name was derived. Readers do without it."""
 UNFINISHED = ".tmp"
 """Suffix of a file that is being written. Readers ignore it: it is what a killed process leaves behind."""
 
@@ -86,7 +88,7 @@ class StepRows:
     shape: tuple[tuple[int, ...], ...]
     """[Q] shape of the recorded tensor; () for scalars and text."""
     numel: npt.NDArray[np.int64]
-    """[Q] number of elements; 0 for text."""
+    """[Q] number of elements; 0 for text. Of a sharded tensor, whose shape is the whole's, the elements of the part."""
     nonfinite: npt.NDArray[np.int64]
     """[Q] number of NaN and infinite elements."""
     value: npt.NDArray[np.float64]
@@ -100,7 +102,7 @@ class StepRows:
     hash: npt.NDArray[np.uint64]
     """[Q, 2] xxh3_128 of the bits (high, low); 0, 0 where exactness is not judged."""
     text: tuple[str, ...]
-    """[Q] exact value of text, names, modes; empty elsewhere."""
+    """[Q] exact value of text, names, modes; where the part of a sharded tensor lies (`probe.parts`); else empty."""
     where: tuple[str, ...]
     """[Q] where the value was taken: a call site or the class of the module; may be empty."""
     tensors: dict[Key, FullTensor] = field(default_factory=dict)

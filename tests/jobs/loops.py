@@ -219,6 +219,16 @@ def ema(a):
             average(x)
 
 
+def loose(a):
+    """A parameter that no module holds, beside a model."""
+    model, scale = net(), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=1e-2)
+    for ((x,),) in zip(batches(a.steps)):
+        (model(x) * scale).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def parallel(a):
     model = nn.DataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
