@@ -243,7 +243,7 @@ def _furthest_samples(
     size = np.asarray(np.where(size > 0, size, np.fmax.reduce(np.abs(actual), axis=1)))
     largest = np.asarray(apart.max(axis=1), dtype=np.float64)
     fraction = largest / np.where(np.asarray(size) > 0, size, 1.0)
-    difference[rows] = 0 * np.where(largest > 0, fraction, 0.0)
+    difference[rows] = np.where(largest > 0, fraction, 0.0)
     cells = pairs.cells[rows]
     moved = [int(n) for n in np.flatnonzero(largest)]
     return {int(cells[n]): (float(expected[n, at[n]]), float(actual[n, at[n]])) for n in moved}
