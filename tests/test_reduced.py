@@ -10,6 +10,8 @@ import pytest
 from table_captures import Quantity, capture
 
 from probe.check import NO_CHECK, Check, owner
+from probe.compare import compare
+from probe.comparison import Verdict
 from probe.point import STEP_CLOCK, Key, Kind
 from probe.reduced import reduced
 from probe.selection import parse_steps
@@ -115,6 +117,32 @@ def test_numbers_are_made_in_the_steps_of_their_check_only() -> None:
 def test_two_checks_of_the_same_number_make_it_once() -> None:
     one, two = (check("grad/*.w", reduce="norm", steps=parse_steps(steps)) for steps in ("1-2", "2-"))
     assert new_rows(one, two, step=2) == {"grad/*.w(norm)": 10.0}
+
+
+def test_samples_are_as_far_apart_as_the_largest_difference_over_the_largest_value() -> None:
+    def other(step: int, rank: int) -> Iterator[Quantity]:
+        sample = np.arange(64) / 8
+        sample[[5, 40]] += (0.01, -0.0315)
+        yield Quantity(key=OUT, scalars={"l2": 9.0}, sample=sample)
+
+    base, opt = capture("base", [1], 1, made), capture("opt", [1], 1, other)
+    rows = {
+        form: compare(
+            [base],
+            [opt],
+            None,
+            checks=[Check(what="x", where="", select=("forward/*",), metric=("sample",), form=form, **bounds)],  # type: ignore[arg-type]
+        ).checks[0]
+        for form, bounds in (("rel", {"rel": 0.005}), ("abs", {"abs": 0.03}), ("exact", {}))
+    }
+    assert {form: (row.verdict, row.difference, row.metric) for form, row in rows.items()} == {
+        "rel": (Verdict.WITHIN, pytest.approx(0.004, rel=1e-4), "largest |a - b| / largest |b| of the sampled values"),
+        "abs": (Verdict.ABOVE, pytest.approx(0.0315, rel=1e-4), "largest |a - b| of the sampled values"),
+        "exact": (Verdict.ABOVE, pytest.approx(0.004, rel=1e-4), "equality of the sampled values"),
+    }
+    worst = rows["rel"].worst
+    assert worst is not None
+    assert (worst.expected, worst.actual) == (5.0, pytest.approx(4.9685))
 
 
 @pytest.mark.parametrize(
