@@ -43,6 +43,7 @@ def test_force_removes_a_capture_and_what_a_crash_left_of_it(tmp_path: Path) -> 
     (path / "rank00000/step00000003.h5.tmp").write_text("half")
     (path / "capture.json.tmp").write_text("half")
     (path / "rank00001").mkdir()
+    (path / "rank00000" / "names.json").write_text("{}")
     create_capture(path, force=True)
     assert os.listdir(path) == []
 

@@ -19,6 +19,7 @@ from probe.store.layout import (
     FORMAT_CAPTURE,
     FORMAT_VERSION,
     MANIFEST_FILE,
+    NAMES_FILE,
     RANK_FOLDER,
     SEGMENT_FILE,
     UNFINISHED,
@@ -96,15 +97,15 @@ def _foreign(path: Path) -> list[Path]:
     foreign = []
     for entry in path.iterdir():
         if RANK_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-            foreign += [inner for inner in entry.iterdir() if not _is_own_file(inner, END_FILE)]
-        elif not _is_own_file(entry, MANIFEST_FILE):
+            foreign += [inner for inner in entry.iterdir() if not _is_own_file(inner, (END_FILE, NAMES_FILE))]
+        elif not _is_own_file(entry, (MANIFEST_FILE,)):
             foreign.append(entry)
     return foreign
 
 
-def _is_own_file(entry: Path, json_file: str) -> bool:
+def _is_own_file(entry: Path, json_files: tuple[str, ...]) -> bool:
     name = entry.name.removesuffix(UNFINISHED)
-    known = name == json_file or (json_file == END_FILE and SEGMENT_FILE.fullmatch(name) is not None)
+    known = name in json_files or (END_FILE in json_files and SEGMENT_FILE.fullmatch(name) is not None)
     return known and entry.is_file() and not entry.is_symlink()
 
 
