@@ -44,6 +44,8 @@ class Attachment:
         self.losses = Losses(recorder)
         self.gradients = Gradients(recorder, self.models)
         self.steps = Steps(recorder, self.models, self.gradients)
+        self._loose = 0
+        """Parameters without a name that were told."""
 
     # ------------------------------------------------------------------ installing
     def install(self) -> None:
@@ -175,6 +177,9 @@ class Attachment:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.mine() and not torch.compiler.is_compiling():
             self.steps.after(optimizer)
+            if self.models.loose != self._loose:
+                self._loose = self.models.loose
+                self.recorder.names = self.models.derivations()
 
     def _around_scaler(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.steps.around_scaler(inner, *args, **kwargs) if self.mine() else inner(*args, **kwargs)
@@ -200,6 +205,4 @@ class Attachment:
         """End recording at the end of the process."""
         if self.mine():
             self.steps.close()
-            if self.models.taps:
-                self.recorder.names = self.models.derivations()
         self.recorder.close()

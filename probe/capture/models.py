@@ -66,6 +66,11 @@ class Models:
         """Give the canonical name of a module of some model, or None for anything else."""
         return next((name for taps in self.taps if (name := taps.name_of(candidate)) is not None), None)
 
+    @property
+    def loose(self) -> int:
+        """Count the parameters that are trained and in no model."""
+        return len(self._loose)
+
     # ------------------------------------------------------------------ optimizers and what they train
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer and look for the model that it trains."""
