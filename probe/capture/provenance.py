@@ -45,6 +45,11 @@ VERSIONS = (
 """Distributions whose versions are stored if they are installed."""
 
 
+_SCRIPT = getattr(sys.modules.get("__main__"), "__file__", None)
+"""The script that runs. Python forgets it when the script ends, and a short job has ended when its provenance is asked
+for; this module is imported while it runs."""
+
+
 def manifest(request: Request, world_size: int, *, complete: bool = True) -> dict[str, Any]:
     """Build what `capture.json` holds; without provenance, which takes a while to find out, unless `complete`."""
     return {
@@ -100,8 +105,7 @@ def job_files() -> list[Path]:
     apart.append(os.path.dirname(os.path.abspath(probe.__file__)))
     roots = tuple(os.path.realpath(path) + os.sep for path in (*apart, *generated_folders()))
     found = set()
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
+    for file in [_SCRIPT, *(getattr(module, "__file__", None) for module in list(sys.modules.values()))]:
         if isinstance(file, str) and file.endswith(".py"):
             path = os.path.realpath(file)
             if not path.startswith(roots) and f"{os.sep}site-packages{os.sep}" not in path and os.path.isfile(path):
