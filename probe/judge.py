@@ -29,6 +29,14 @@ REQUIRED_KINDS = (Kind.LOSS, Kind.GRAD, Kind.GRAD_NORM, Kind.LR, Kind.PARAM, Kin
 """Kinds that a sound branch cannot stop having; an intermediate it may legally no longer compute."""
 
 
+BEYOND_SCRAMBLED, BEYOND_TOLERANCE = 2.0, 10.0
+"""A cell past its horizon says nothing when it is within its tolerance, but still tells a fault when it is this many
+times further off than a scrambled run (the control distance), and than its tolerance: runs of one code that drift apart
+do not drift further apart than runs on other data. Without this, a quantity that hardly changes from step to step, such
+as the attention of a nearly random model, is never judged in bf16, however wrong it is (seen in examples/minimax_h3,
+where a lost softmax scale moved an attention by 3.4 times its control distance and 31 times its tolerance)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """One candidate, cell by cell. Arrays are [S, R, C] where not said."""
@@ -230,6 +238,9 @@ def judge(
                 tolerance[cells], excess[cells] = bounds[cells], _quotient(one, shown, bounds)[cells]
                 tight[cells] = tolerance[cells]
     declared_form = np.isin(form, DECLARED) & np.ones(shape, dtype=bool)
+    if limits is not None:
+        far = (d.difference > BEYOND_SCRAMBLED * limits.control[cell_of]) & (excess > BEYOND_TOLERANCE)
+        within_horizon = within_horizon | (far & ~declared_form)
     assumed &= ~declared_form
     exact = (d.exact & ~declared_form) | ((form == "exact") & d.present)
     excess[exact] = np.where(d.identical[exact], 0.0, np.inf)

@@ -644,3 +644,22 @@ def test_one_nan_anywhere_never_passes(row_number: int, step: int, rank: int) ->
         return replace(rows, nonfinite=nonfinite)
 
     assert judged(candidate().edited(edit)).outcome is Outcome.DIFFERENT
+
+
+def test_past_the_horizon_nothing_passes_but_what_is_further_off_than_a_scrambled_run_is_told() -> None:
+    loud = baselines(noise=0.1)
+    tolerances = calibrate(loud)
+    sound = run("opt", run_seed=9, code="bbbb", noise=0.1)
+
+    def scaled(rows: StepRows) -> StepRows:
+        factor = np.array([30.0 if key.label == "forward/blocks.0" else 1.0 for key in rows.keys])
+        scalars = {name: values * factor for name, values in rows.scalars.items()}
+        return replace(rows, sketch=(rows.sketch * factor[:, None]).astype(np.float32), scalars=scalars)
+
+    weak = row(compare(loud, [sound], tolerances), "block outputs")
+    assert (weak.cells, weak.above) == (0, 0)
+    comparison = compare(loud, [sound.edited(scaled)], tolerances)
+    told = row(comparison, "block outputs")
+    assert (told.verdict, told.cells, told.above) == (Verdict.ABOVE, 3, 3)
+    assert told.worst is not None
+    assert told.worst.place.name == "blocks.0"
