@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,7 +92,7 @@ def kept_whole(capture: CaptureLike, rank: int, step: int) -> frozenset[Key]:
 def changed_tensor(injection: Injection, values: Values) -> Values:
     """Return a tensor [..., T, D] after the change; unchanged where it has too few tokens or features for it."""
     count = int(injection.size)
-    new = values.copy()
+    new: Values = values.copy()
     if injection.kind == ZERO_HEAD:
         if values.ndim and values.shape[-1] % count == 0:
             new[..., : values.shape[-1] // count] = 0.0
@@ -211,5 +211,5 @@ def _early(rows: StepRows, later: StepRows) -> StepRows:
 
     columns: dict[str, Any] = {name: texts(name) for name in ("keys", "dtype", "shape", "text", "where")}
     columns |= {n: arrays(n) for n in ("order", "numel", "nonfinite", "value", "sketch", "sample", "hash")}
-    both: Callable[[str], Any] = lambda name: np.concatenate([rows.scalars[name][own], later.scalars[name][taken]])  # noqa: E731
-    return replace(rows, scalars={name: both(name) for name in rows.scalars}, **columns)
+    scalars = {name: np.concatenate([rows.scalars[name][own], later.scalars[name][taken]]) for name in rows.scalars}
+    return replace(rows, scalars=scalars, **columns)

@@ -88,6 +88,18 @@ def test_what_is_above_a_declared_bound_is_different_without_calibration() -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("form", "bounds", "values"),
+    [
+        ("rel", {"rel": 0.01}, "difference 5 %, tolerance 1 %, expected 2, actual 2.1"),
+        ("abs", {"abs": 0.01}, "difference 0.1 abs, tolerance 0.01 abs, expected 2, actual 2.1"),
+        ("ratio", {"ratio": 1.02}, "difference 1.05x, tolerance 1.02x, expected 2, actual 2.1"),
+    ],
+)
+def test_the_first_divergence_is_told_in_the_unit_of_the_form(form: str, bounds: dict[str, float], values: str) -> None:
+    assert f"  {values}\n" in to_text(declared(form, 2.1, **bounds))
+
+
 def test_what_is_above_a_bound_that_the_unmodified_code_exceeds_is_inconclusive() -> None:
     comparison = declared("rel", 2.004, rel=0.0005)
     assert (comparison.outcome, comparison.checks[0].verdict) == (Outcome.INCONCLUSIVE, Verdict.ABOVE)

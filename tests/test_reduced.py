@@ -12,6 +12,7 @@ from table_captures import Quantity, capture
 from probe.check import NO_CHECK, Check, owner
 from probe.compare import compare
 from probe.comparison import Verdict
+from probe.loss_scale import as_backward_got
 from probe.point import STEP_CLOCK, Key, Kind
 from probe.reduced import reduced
 from probe.selection import parse_steps
@@ -159,6 +160,25 @@ def test_what_is_made_of_something_that_is_not_finite_is_not_finite(fields: dict
     rows = with_numbers.rows(0, 1)
     known = len(recorded.rows(0, 1).keys)
     assert [bool(bad) for bad in rows.nonfinite[known:]] == [True]
+
+
+def test_numbers_of_a_loss_are_of_what_backward_got_and_are_not_scaled_again() -> None:
+    def scaled(step: int, rank: int) -> Iterator[Quantity]:
+        yield Quantity(key=loss(0), value=3.0)
+        yield Quantity(key=Key(kind=Kind.LOSS, name="loss_scale", microbatch=0), value=0.25)
+
+    (with_numbers,) = reduced(
+        [capture("base", [1], 1, scaled)], [check("loss/micro_loss", metric=("value",), window=1)]
+    )
+    rows = as_backward_got(with_numbers.rows(0, 1))
+    assert {key.label: float(value) for key, value in zip(rows.keys, rows.value, strict=True)} == {
+        "loss/micro_loss": 0.75,
+        "loss/loss_scale": 0.25,
+        "loss/micro_loss(value, mean of 1 step)": 0.75,
+    }
+    (with_numbers,) = reduced([capture("base", [1], 1, scaled)], [check("loss/micro_loss", metric=("mean_abs",))])
+    rows = as_backward_got(with_numbers.rows(0, 1))
+    assert [float(value) for value in rows.value] == [0.75, 0.25, 0.75]
 
 
 def test_a_quantity_belongs_to_the_first_check_of_each_metric_that_selects_it() -> None:
