@@ -41,6 +41,7 @@ SETTINGS = {
     "DIFFSYNTH_SKIP_DOWNLOAD": "True",
     "GOMP_SPINCOUNT": "0",
     "OMP_NUM_THREADS": "1",
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Two ranks on two cores: without these, threads of one rank spin on the core of the other."""
@@ -152,11 +153,12 @@ def probe(*arguments: str) -> list[str]:
 
 
 def training(run_id: int, *more: str) -> list[str]:
-    """Return the command line of the training job; nothing in it knows of `probe`."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(RANKS)]
+    """Return the command line of the training job; nothing in it knows of `probe`, nor where this folder lies."""
+    launcher = ["python", "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(RANKS)]
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    script = [str(HERE / "train.py"), "--checkpoint", str(CHECKPOINT), "--steps", str(STEPS)]
-    return [*launcher, *script, "--noise", "act", "--run-id", str(run_id), *more]
+    script, checkpoint = (str(path.relative_to(ROOT)) for path in (HERE / "train.py", CHECKPOINT))
+    job = [script, "--checkpoint", checkpoint, "--steps", str(STEPS)]
+    return [*launcher, *job, "--noise", "act", "--run-id", str(run_id), *more]
 
 
 def disappointment(expectation: Expectation, result: dict[str, Any]) -> str | None:
