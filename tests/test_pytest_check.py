@@ -478,3 +478,20 @@ def test_the_options_and_the_marker_explain_themselves(pytester: pytest.Pytester
     ):
         assert words in text
     pytester.runpytest_inprocess("--markers").stdout.fnmatch_lines(["@pytest.mark.probe(tolerances=None, steps=1, *"])
+
+
+def test_what_is_red_by_little_counts_only_if_it_repeats_at_the_neighbours() -> None:
+    def near(x: torch.Tensor) -> torch.Tensor:
+        # Just above tolerance at the given weights, exactly right one ulp away.
+        return net(x) * (1 + 3e-6 if torch.equal(x.detach(), X) else 1.0)
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        return net(x) * (1 + 3e-3 if torch.equal(x.detach(), X) else 1.0)
+
+    net = Net()
+    found = checker()(near, baseline=net, inputs=(X,))
+    assert found.outcome is Outcome.EQUIVALENT
+    assert found.notes[-1].startswith("Without perturbation it was not: ")
+    assert found.notes[-1].endswith("With both moved by ulp:1 everything is within (escalated).")
+    assert failure(checker(), far, baseline=net, inputs=(X,)).startswith("Different")
+    assert failure(checker(), lambda x: net(x) * (1 + 3e-6), baseline=net, inputs=(X,)).startswith("Different")

@@ -45,7 +45,9 @@ def test_their_floor_is_raised_and_siblings_follow_as_in_any_calibration() -> No
 def test_they_have_a_row_of_their_own_and_others_keep_their_sight() -> None:
     baseline, candidate = SWEEP.Model(), SWEEP.Model(attention=True)
     SWEEP.randomize(baseline, 0)
-    rows = {check.what: check for check in SWEEP.check(baseline, candidate, 0).comparison.checks}
+    result = SWEEP.check(baseline, candidate, 0)
+    rows = {check.what: check for check in result.comparison.checks}
+    assert result.tolerances.self_test == {}
     assert rows["gradients that are rounding"].quantities == 2
     assert rows["parameter gradients"].smallest_detectable < 1e-3
 

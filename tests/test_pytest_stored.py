@@ -183,7 +183,7 @@ def test_parameters_and_classes_have_baselines_of_their_own(pytester: pytest.Pyt
     names = [re.sub(r"-[0-9a-f]{8}$", "", folder) for folder in folders]
     assert names == ["test_many.TestScale.test_scale-2.0", "test_many.TestScale.test_scale-3.0"]
     assert [sorted(path.name for path in (pytester.path / "captures" / folder).iterdir()) for folder in folders] == [
-        ["y", "y.toml", "z", "z.toml"]
+        ["y", "y.toml", "y.ulp-1", "y.ulp-2", "z", "z.toml", "z.ulp-1", "z.ulp-2"]
     ] * 2
     pytester.runpytest_inprocess().assert_outcomes(passed=2)
 
@@ -204,3 +204,23 @@ def test_a_name_with_any_characters_stays_inside_the_folder() -> None:
     assert all(path.parent == Path("/t/captures/test_a.test_b") for path in found)
     assert len(set(found)) == 4
     assert found[-1].name == "x"
+
+
+def test_a_stored_baseline_keeps_neighbours_for_what_is_red_by_little(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_near="""
+        import os
+        import torch
+
+        def test_near(probe_check):
+            x = torch.ones(4)
+            at_x = float(os.environ.get("AT_X", "2"))
+            found = probe_check(lambda y: y * (at_x if torch.equal(y, x) else 2.0), name="y", inputs=(x,))
+            assert at_x == 2 or "(escalated)" in found.notes[-1]
+        """
+    )
+    pytester.runpytest_inprocess("--probe-record-all").assert_outcomes(passed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        for factor, outcome in ((2 + 4e-6, "passed"), (2 + 1e-3, "failed")):
+            patch.setenv("AT_X", repr(factor))
+            pytester.runpytest_inprocess().assert_outcomes(**{outcome: 1})

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from probe.equivalence.protocol import Recorded, Result
     from probe.equivalence.run import Job
     from probe.equivalence.stored import Baseline
+    from probe.series import CaptureLike
 
 RECORD, RECORD_ALL = "record", "record all"
 
@@ -217,8 +218,8 @@ class ProbeCheck:
             )
         if self.mode == RECORD_ALL:
             return self._record(candidate, stored, name, job)
-        capture, tolerances = stored.load()
-        result = self._against(candidate, capture, tolerances, job)
+        capture, tolerances, neighbours = stored.load()
+        result = self._against(candidate, capture, neighbours, tolerances, job)
         if self.mode == RECORD and result.comparison.outcome is not Outcome.EQUIVALENT:
             self._record(candidate, stored, name, job)
             raise self._just_recorded(shown)
@@ -229,9 +230,18 @@ class ProbeCheck:
         )
         return self._conclude(name, result, also)
 
-    def _against(self, candidate: Callable[..., Any], capture: Any, tolerances: Tolerances, job: Job) -> Result:
+    def _against(
+        self,
+        candidate: Callable[..., Any],
+        capture: CaptureLike,
+        neighbours: Sequence[CaptureLike],
+        tolerances: Tolerances,
+        job: Job,
+    ) -> Result:
+        from probe.capture.perturb import Perturbation
         from probe.equivalence.arm import find_arm, undisturbed
-        from probe.equivalence.protocol import judged
+        from probe.equivalence.memory import MemoryCapture
+        from probe.equivalence.protocol import elsewhere, judged
         from probe.equivalence.run import run
         from probe.outcome import ENOUGH_CANDIDATES
 
@@ -243,7 +253,11 @@ class ProbeCheck:
             if result.comparison.outcome is Outcome.INCONCLUSIVE and not allowed.repeatable:
                 runs += [run(arm, job, state, name=f"candidate {count}") for count in range(2, ENOUGH_CANDIDATES + 1)]
                 result = judged([capture], runs, allowed, checks)
-        return result
+
+            def perturbed(how: Perturbation) -> MemoryCapture:
+                return run(arm, job, state, name=f"candidate {how}", how=how)
+
+            return elsewhere(result, neighbours, perturbed)
 
     def _record(self, candidate: Callable[..., Any], stored: Baseline, name: str, job: Job) -> Comparison:
         """Record the candidate as the baseline. Repeats are made in advance: later the baseline's code is gone."""
@@ -263,7 +277,7 @@ class ProbeCheck:
 
             recorded: Recorded = record_baseline(make, repeats=ENOUGH_BASELINES, k=self.options.k, checks=checks)
             if ranks()[0] == 0:
-                stored.store(recorded.plain[0], recorded.tolerances)
+                stored.store(recorded.plain[0], recorded.perturbed, recorded.tolerances)
             self._say(Told(label=name, recorded=self.place.shown(stored.capture)))
             return judged(recorded.plain[:1], [recorded.plain[1]], recorded.tolerances, checks).comparison
 

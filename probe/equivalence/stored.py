@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from probe.tolerance import Tolerances
 
 FOLDER = "captures"
 """Folder beside the test files that holds their baselines."""
+NEIGHBOURS = 2
+"""Perturbed captures that are kept beside a baseline, for a result that is red by little."""
 LONGEST = 80
 """Characters of a test's name that stay in a folder's name."""
 
@@ -55,36 +57,45 @@ class Baseline:
             return self.capture
         return None if self.tolerances.is_file() else self.tolerances
 
-    def load(self) -> tuple[Capture, Tolerances]:
-        """Read the capture and its tolerances.
+    def neighbour(self, number: int) -> Path:
+        """Folder of the baseline with its parameters and inputs moved by one ulp."""
+        return self.capture.with_name(f"{self.capture.name}.ulp-{number}")
+
+    def load(self) -> tuple[Capture, Tolerances, list[Capture]]:
+        """Read the capture, its tolerances, and the perturbed captures.
 
         Raises:
             ProbeError: One of them cannot be read.
         """
-        return open_capture(self.capture), tolerance.load(self.tolerances)
+        neighbours = [self.neighbour(number) for number in range(1, NEIGHBOURS + 1)]
+        return (
+            open_capture(self.capture),
+            tolerance.load(self.tolerances),
+            [open_capture(path) for path in neighbours if (path / MANIFEST_FILE).is_file()],
+        )
 
-    def store(self, plain: MemoryCapture, tolerances: Tolerances) -> int:
-        """Write the capture of all ranks and its tolerances, in place of what is there.
-
-        Returns:
-            Size in bytes.
-        """
-        partial = self.capture.with_name(f"{self.capture.name}.partial")
-        self.capture.parent.mkdir(parents=True, exist_ok=True)
-        create_capture(partial, force=True)
-        for rank in plain.ranks:
-            writer = RankWriter(partial, run_id=plain.run_id, rank=rank, world_size=plain.world_size)
-            for step in plain.steps(rank):
-                writer.write(plain.rows(rank, step))
-            writer.close(error=None, dropped_steps=[])
-        write_manifest(partial, dict(plain.manifest))
-        if self.capture.exists():
-            create_capture(self.capture, force=True)  # empties it, and refuses where there is more than a capture
-            self.capture.rmdir()
-        os.rename(partial, self.capture)
+    def store(self, plain: MemoryCapture, perturbed: Sequence[MemoryCapture], tolerances: Tolerances) -> None:
+        """Write the capture of all ranks, the first perturbed ones, and the tolerances, in place of what is there."""
+        for number, capture in enumerate(perturbed[:NEIGHBOURS], 1):
+            _write(self.neighbour(number), capture)
+        _write(self.capture, plain)
         tolerance.save(tolerances, self.tolerances)
-        files = [file for file in self.capture.rglob("*") if file.is_file()]
-        return sum(file.stat().st_size for file in (*files, self.tolerances))
+
+
+def _write(path: Path, capture: MemoryCapture) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    create_capture(partial, force=True)
+    for rank in capture.ranks:
+        writer = RankWriter(partial, run_id=capture.run_id, rank=rank, world_size=capture.world_size)
+        for step in capture.steps(rank):
+            writer.write(capture.rows(rank, step))
+        writer.close(error=None, dropped_steps=[])
+    write_manifest(partial, dict(capture.manifest))
+    if path.exists():
+        create_capture(path, force=True)  # empties it, and refuses where there is more than a capture
+        path.rmdir()
+    os.rename(partial, path)
 
 
 def baseline_of(test_file: Path, test: str, name: str) -> Baseline:
