@@ -212,11 +212,7 @@ def _power(
             flagged=None,
             ratio=float("nan"),
             smallest_detectable=smallest,
-            why_not=(
-                "none of its tensors is kept whole (probe record --full GLOB)"
-                if injection.kind in OF_TENSORS
-                else "none of its values is a number"
-            ),
+            why_not=("no tensor is kept whole" if injection.kind in OF_TENSORS else "none of its values is a number"),
         )
     d = before.differences
     changes = [relative.get((d.ranks[int(r)], d.steps[int(s)], one.key), np.nan) for s, r, _ in np.argwhere(one.cells)]

@@ -127,7 +127,10 @@ def test_a_change_of_rows_needs_a_tensor_that_was_kept_whole() -> None:
     assert changed.ratio * 0.1 == pytest.approx(changed.change, rel=0.2)
     assert (untouched.flagged, untouched.why_not) == (
         None,
-        "none of its tensors is kept whole (probe record --full GLOB)",
+        "no tensor is kept whole",
+    )
+    assert to_text(found).endswith(
+        "\nTensors are kept whole with `probe record --full GLOB`.\n1 of 1 checks would have flagged it."
     )
 
 

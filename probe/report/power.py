@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from probe.inject import OF_TENSORS
 from probe.power import CheckPower, Power, unexpected
 from probe.report import words
 
@@ -25,6 +26,8 @@ def to_text(power: Power) -> str:
         cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
         lines += ["", *("  ".join(row).rstrip() for row in cells)]
         lines += ["", "Sees: the least relative change that would be flagged in any quantity, by calculation."]
+    if any(one.flagged is None for one in power.checks) and power.injection.kind in OF_TENSORS:
+        lines.append("Tensors are kept whole with `probe record --full GLOB`.")
     if unexpected(power):
         lines.append(f"The judge and the calculation disagree in {unexpected(power)}.")
     if power.outcome:
