@@ -65,10 +65,9 @@ def main() -> None:
     print(f"{' '.join(options.job)}; {machine}")
     for arm in arms:
         ratios = [s / b for s, b in zip(seconds[arm], seconds["bare"], strict=True)]
-        print(
-            f"{arm:10s} {statistics.median(seconds[arm]) * 1e3:8.1f} ms CPU a step, "
-            f"{statistics.median(ratios):.2f}x bare ({min(ratios):.2f} to {max(ratios):.2f}), {nbytes[arm] / 1e6:.1f} MB"
-        )
+        times = f"{statistics.median(seconds[arm]) * 1e3:8.1f} ms CPU a step"
+        spread = f"{statistics.median(ratios):.2f}x bare ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"{arm:10s} {times}, {spread}, {nbytes[arm] / 1e6:.1f} MB")
     print("final parameters: " + ("bit-identical in all runs" if len(hashes) == 1 else f"DIFFERENT {sorted(hashes)}"))
     sys.exit(len(hashes) != 1)
 

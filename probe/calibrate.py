@@ -59,7 +59,9 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
     if not 0 < k < float("inf"):
         raise ToleranceError(f"The multiple of the spread is {k!r}. It must be finite and above 0; 3 is the custom.")
     checks = default_checks() if checks is None else checks
-    ordered = sorted(reduced([whole(capture) for capture in captures], checks), key=lambda capture: bool(perturbation(capture)))
+    ordered = sorted(
+        reduced([whole(capture) for capture in captures], checks), key=lambda capture: bool(perturbation(capture))
+    )
     notes = list(check_same_job(ordered))
     axes = Axes.shared(ordered)
     if not axes.steps:

@@ -143,7 +143,8 @@ class FirstDivergence:
     actual: float | str
     origin: Origin
     phase: str
-    """In words: `batch`, `forward`, `loss`, `backward`, `gradient reduction`, `clipping`, `optimizer update`, `schedule`, `state`."""
+    """In words: `batch`, `forward`, `loss`, `backward`, `gradient reduction`, `clipping`, `optimizer update`,
+    `schedule`, `state`."""
     because: str
     """One sentence for the origin: what entered it and how far that was off."""
     after: str = ""

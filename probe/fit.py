@@ -52,8 +52,8 @@ def fit_notes(rows: Sequence[CheckResult]) -> list[str]:
             )
         elif row.fit == FLAKY:
             notes.append(
-                f"Check {row.what!r} is flaky: it allows {row.bound}, and the unmodified code differs from itself by up "
-                f"to {_amount(row.spread, row.unit)}."
+                f"Check {row.what!r} is flaky: it allows {row.bound}, and the unmodified code differs from itself "
+                f"by up to {_amount(row.spread, row.unit)}."
             )
     return notes
 

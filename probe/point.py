@@ -1,8 +1,7 @@
 """The names of what is recorded: which point, in which microbatch, in which call.
 
-Recording, storing, calibrating and judging all speak of quantities by the keys defined here, so that one name means one
-tensor everywhere. This module must not know how a value is taken or how it is judged.
-"""
+Recording, storing, calibrating and judging all speak of quantities by the keys defined here, so that one name means
+one tensor everywhere. This module must not know how a value is taken or how it is judged."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ class Kind(str, Enum):
     LOSS = "loss"
     """The loss of a microbatch as backward got it, and the factor it was scaled by."""
     GRAD = "grad"
-    """A trainable parameter's gradient after the step's last backward, before clipping; item `clipped`: what the optimizer got."""
+    """A trainable parameter's gradient after the step's last backward, before clipping; item `clipped`: what the
+    optimizer got."""
     GRAD_NORM = "grad_norm"
     """What gradient clipping returned."""
     LR = "lr"

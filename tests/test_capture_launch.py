@@ -22,7 +22,7 @@ def test_the_last_line_says_how_much_was_recorded(tmp_path: Path) -> None:
     assert done.returncode == 0
     last = done.stderr.splitlines()[-1]
     assert last.startswith("probe: recorded 1 rank, 2 steps, ")
-    assert last.endswith(f"MB in {tmp_path / 'c'}") or last.endswith(f"kB in {tmp_path / 'c'}")
+    assert last.endswith((f"MB in {tmp_path / 'c'}", f"kB in {tmp_path / 'c'}"))
     assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [1, 2]
 
 

@@ -1,7 +1,8 @@
 """Reduce one tensor to a row of fixed size, on its own device, without touching the run.
 
 Everything here happens under `quiet`: no autograd, no autocast, no dispatch modes, no global RNG. A row costs about
-one nanosecond per element on a CPU. This module must not know where a tensor came from."""
+one nanosecond per element on a CPU. This module must not know where a tensor came from.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import _disable_current_modes
 
+from probe import sketch as sketch_module
+from probe.sketch import mix64
 from probe.store.layout import SAMPLES, SKETCH_K
 
 ROWS_PER_BLOCK = 512
@@ -31,22 +34,6 @@ DEVICE_ROW = 6 + SKETCH_K + SAMPLES
 
 SMALL = 8192
 """Elements up to which numpy's lower cost per call outweighs torch's faster loops (measured; not critical)."""
-
-_MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
-
-
-def mix64(index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Scramble 64-bit integers.
-
-    Source: the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). A
-    hash of the index, unlike a generator's stream, gives the same sign for the same element whatever was drawn before.
-    """
-    with np.errstate(over="ignore"):
-        z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: npt.NDArray[np.uint64] = (z ^ (z >> np.uint64(31))) & _MASK
-        return mixed
 
 
 def row_signs(first: int, count: int) -> npt.NDArray[np.float32]:
@@ -68,15 +55,8 @@ def _last_sign(row: int) -> float:
     return float(row_signs(row, 1)[0])
 
 
-@functools.lru_cache(maxsize=65536)
-def sample_index(name: str, numel: int) -> npt.NDArray[np.int64]:
-    """Choose the flat positions whose values are kept, from the name and the size alone. Shape [min(numel, N)]."""
-    if numel <= SAMPLES:
-        return np.arange(numel, dtype=np.int64)
-    seed = np.uint64(xxhash.xxh3_64_intdigest(name.encode()))
-    with np.errstate(over="ignore"):
-        draws = mix64(np.arange(SAMPLES, dtype=np.uint64) + seed)
-    return np.sort((draws % np.uint64(numel)).astype(np.int64))
+sample_index = functools.lru_cache(maxsize=65536)(sketch_module.sample_index)
+"""Flat positions whose values are kept, from the name and the size alone; asked for at every tap, so remembered."""
 
 
 @functools.lru_cache(maxsize=65536)

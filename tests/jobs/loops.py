@@ -114,7 +114,7 @@ def sgd(a):
 
 
 def cut(a):
-    """The same batch in one piece or in several; with `--fault`, one of which is forgotten when gradients are summed."""
+    """The same batch in one piece or in several; with `--fault`, one of which is forgotten in the sum."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.Generator().manual_seed(1)
@@ -136,9 +136,9 @@ def autograd(a):
     for micro in batches(a.steps, 2):
         sums = [torch.zeros_like(p) for p in parameters]
         for x in micro:
-            for total, gradient in zip(sums, torch.autograd.grad(model(x).pow(2).mean() / 2, parameters)):
+            for total, gradient in zip(sums, torch.autograd.grad(model(x).pow(2).mean() / 2, parameters), strict=True):
                 total += gradient
-        for p, total in zip(parameters, sums):
+        for p, total in zip(parameters, sums, strict=True):
             p.grad = total
         optimizer.step()
 
