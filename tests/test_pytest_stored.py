@@ -68,8 +68,8 @@ def test_recording_writes_and_still_fails_then_the_test_is_green(project: pytest
     result.assert_outcomes(failed=1)
     assert errors(result) == [
         f"probe.equivalence.stored.RecordedError: Baseline {BASELINE} was recorded just now, so this run shows "
-        f"nothing. Look at it (`probe show {BASELINE}`), commit it with its .toml file, and run the test again without "
-        "--probe-record.",
+        f"nothing. Look at it (`probe show {BASELINE}`), commit it with what lies beside it, and run the test again "
+        "without --probe-record.",
     ]
     result.stdout.fnmatch_lines(["*= probe =*", f"recorded: {BASELINE}"])
     capture = open_capture(project.path / BASELINE)

@@ -286,7 +286,7 @@ class ProbeCheck:
 
         return RecordedError(
             f"Baseline {shown} was recorded just now, so this run shows nothing. Look at it (`probe show {shown}`), "
-            "commit it with its .toml file, and run the test again without --probe-record."
+            "commit it with what lies beside it, and run the test again without --probe-record."
         )
 
     # ------------------------------------------------------------------ the end
