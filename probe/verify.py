@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from probe import own_imports, worktrees
 from probe.calibrate import calibrate
 from probe.capture import launch
-from probe.capture.session import NOTES
 from probe.compare import compare_cells
 from probe.comparison import Comparison, Outcome
 from probe.errors import CaptureError, IncomparableError, listed
@@ -27,6 +26,7 @@ from probe.point import Kind
 from probe.progress import Progress
 from probe.provenance_changes import code_hash
 from probe.store.folder import create_capture
+from probe.store.layout import NOTES_FOLDER
 from probe.store.reader import Capture, open_capture
 from probe.tolerance import Tolerances, save
 from probe.verify_state import State, digest, locked, open_state
@@ -240,7 +240,7 @@ class _Protocol:
         links = tuple(self._here / link for link in options.links)
         worktrees.restore(tree, links=links, origin=self._origin)
         # What a killed launch leaves in a capture beside its segments.
-        shutil.rmtree(output / NOTES, ignore_errors=True)
+        shutil.rmtree(output / NOTES_FOLDER, ignore_errors=True)
         create_capture(output, force=True)
         log = self._output / "logs" / f"{name}.log"
         log.parent.mkdir(exist_ok=True)

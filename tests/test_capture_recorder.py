@@ -24,7 +24,7 @@ def steps() -> list[StepRows]:
 
 @pytest.fixture
 def recorder(steps: list[StepRows]) -> Recorder:
-    def manifest(world_size: int, complete: bool) -> dict[str, Any]:
+    def manifest(world_size: int, imported: tuple[str, ...] | None) -> dict[str, Any]:
         return {}
 
     return Recorder(

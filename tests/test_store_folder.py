@@ -137,3 +137,14 @@ def test_a_manifest_that_could_not_be_read_is_refused(tmp_path: Path, change: di
         write_manifest(tmp_path, {"run_id": RUN_ID, "world_size": 1} | change)
     assert str(caught.value).startswith(message.format(path=tmp_path).removesuffix(": nan."))
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_launcher_leaves_is_replaced_and_a_stranger_in_its_folder_is_not(tmp_path: Path) -> None:
+    (tmp_path / "c" / "notes").mkdir(parents=True)
+    (tmp_path / "c" / "notes" / "4711.json").write_text("{}")
+    create_capture(tmp_path / "c", force=True)
+    assert list((tmp_path / "c").iterdir()) == []
+    (tmp_path / "c" / "notes").mkdir()
+    (tmp_path / "c" / "notes" / "thesis.txt").write_text("mine")
+    with pytest.raises(CaptureError, match=r"holds what is no part of a capture: notes/thesis.txt"):
+        create_capture(tmp_path / "c", force=True)

@@ -118,6 +118,8 @@ class Attachment:
         if not models.taps and not models.by_hand:
             return inner(tensors, *args, **kwargs)
         self._begin_forward()
+        if not isinstance(tensors, (torch.Tensor, tuple, list)):
+            tensors = tuple(tensors)
         if recorder.recording:
             self.losses.record(tensors, "argument of backward")
         result = inner(tensors, *args, **kwargs)
@@ -133,7 +135,9 @@ class Attachment:
 
         A gradient that is itself differentiated (a penalty, an inner loop) is no training pass.
         """
-        wanted = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        if not isinstance(inputs, (torch.Tensor, tuple, list)):
+            inputs = tuple(inputs)  # it may be a generator, and is needed twice
+        wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
         if torch.compiler.is_compiling() or in_recompute() or create_graph or not self.mine() or not self.models.taps:
             return inner(outputs, inputs, *args, **kwargs)
@@ -145,7 +149,7 @@ class Attachment:
         self._begin_forward()
         if recorder.recording:
             self.losses.record(outputs, "argument of torch.autograd.grad")
-        result = inner(outputs, wanted, *args, **kwargs)
+        result = inner(outputs, inputs, *args, **kwargs)
         if recorder.recording:
             self.gradients.read_returned(wanted, result)
         recorder.next_microbatch()

@@ -20,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from probe.capture.session import NOTES, REQUEST, Request
+from probe.capture.session import REQUEST, Request
 from probe.errors import CaptureError, listed
 from probe.plan import Plan, default_plan, load_plan
 from probe.store.folder import create_capture, write_manifest
+from probe.store.layout import NOTES_FOLDER
 from probe.store.reader import Capture, open_capture
 
 NOTHING_RECORDED = 2
@@ -205,7 +206,7 @@ def _run(program: str, request: Request, surroundings: Surroundings) -> tuple[in
 
 
 def _notes(output: Path) -> tuple[dict[str, Any], ...]:
-    folder = output / NOTES
+    folder = output / NOTES_FOLDER
     found = []
     for path in sorted(folder.glob("*.json")):
         try:

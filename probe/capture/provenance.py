@@ -50,8 +50,14 @@ _SCRIPT = getattr(sys.modules.get("__main__"), "__file__", None)
 for; this module is imported while it runs."""
 
 
-def manifest(request: Request, world_size: int, *, complete: bool = True) -> dict[str, Any]:
-    """Build what `capture.json` holds; without provenance, which takes a while to find out, unless `complete`."""
+def manifest(request: Request, world_size: int, imported: tuple[str, ...] | None) -> dict[str, Any]:
+    """Build what `capture.json` holds.
+
+    Args:
+        request: What was asked for.
+        world_size: Number of ranks.
+        imported: Files of the process's modules; None leaves provenance out, which takes a while to find out.
+    """
     return {
         "format": FORMAT_CAPTURE,
         "version": FORMAT_VERSION,
@@ -65,7 +71,7 @@ def manifest(request: Request, world_size: int, *, complete: bool = True) -> dic
             "perturb": request.perturb,
             "plan": request.plan,
         },
-        "provenance": provenance() if complete else {},
+        "provenance": {} if imported is None else provenance(imported),
         "env": environment(),
     }
 
@@ -80,9 +86,9 @@ def environment() -> dict[str, str]:
     return dict(sorted(chosen.items()))
 
 
-def provenance() -> dict[str, Any]:
-    """Describe the code, the versions and the device of this process."""
-    files = job_files()
+def provenance(imported: tuple[str, ...]) -> dict[str, Any]:
+    """Describe the code, given the files that were imported, the versions and the device of this process."""
+    files = job_files(imported)
     digests = {str(path): digest for path in files if (digest := _file_hash(path))}
     trees = [_git(Path(root)) for root in sorted({_git_root(path) for path in files} - {""})]
     whole = hashlib.sha256()
@@ -98,14 +104,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def job_files() -> list[Path]:
-    """List the files of the imported modules that belong to the job: neither installed packages nor Python nor this
-    package."""
+def job_files(imported: tuple[str, ...]) -> list[Path]:
+    """Select the files that belong to the job: neither installed packages nor Python nor this package."""
     apart = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     apart.append(os.path.dirname(os.path.abspath(probe.__file__)))
     roots = tuple(os.path.realpath(path) + os.sep for path in (*apart, *generated_folders()))
     found = set()
-    for file in [_SCRIPT, *(getattr(module, "__file__", None) for module in list(sys.modules.values()))]:
+    for file in (_SCRIPT, *imported):
         if isinstance(file, str) and file.endswith(".py"):
             path = os.path.realpath(file)
             if not path.startswith(roots) and f"{os.sep}site-packages{os.sep}" not in path and os.path.isfile(path):

@@ -50,7 +50,7 @@ class Recorder:
         plan: Plan,
         strict: bool,
         first_step: int = 1,
-        manifest: Callable[[int, bool], dict[str, Any]],
+        manifest: Callable[[int, tuple[str, ...] | None], dict[str, Any]],
         sink: Callable[[StepRows], None] | None = None,
     ) -> None:
         """Prepare to record; nothing is opened before the first step has something to store.
@@ -61,8 +61,8 @@ class Recorder:
             plan: What to record.
             strict: A step that cannot be stored raises in the training process.
             first_step: Number of the first step; above 1 where training goes on from a checkpoint.
-            manifest: Called on rank 0 with the world size, before the first step is stored (False: quickly, without
-                provenance) and after it (True).
+            manifest: Called on rank 0 with the world size, before the first step is stored (None: quickly, without
+                provenance) and after it, with the files that the process had imported when the step ended.
             sink: Takes each finished step in place of the writer; then there is no thread and no folder.
         """
         self.plan = plan
@@ -84,6 +84,7 @@ class Recorder:
         self._calls: dict[tuple[Kind, str, str], int] = {}
         self._rows = Rows(256)
         self._scratch = summary.Scratch()
+        self._imported: tuple[str, ...] = ()
         self._recent: deque[tuple[weakref.ref[torch.Tensor], int, int]] = deque(maxlen=4)
         """The tensors reduced last, with their version and row."""
         self._lock = threading.RLock()
@@ -261,6 +262,8 @@ class Recorder:
         if self._worker is None:
             self.rank, self.world_size = ranks()
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="probe-writer")
+            # Listed here and not by the worker: what a run goes on to import is not the same at every moment.
+            self._imported = imported_files()
         rows, step = self._rows, self.step
         nbytes = sum(a.nbytes for a in (rows.sketch, rows.sample, rows.sums))
         nbytes += sum(t.numel() * t.element_size() for t in rows.tensors.values())
@@ -287,11 +290,11 @@ class Recorder:
             if self._writer is None:
                 self._writer = RankWriter(self._output, run_id=self._run_id, rank=self.rank, world_size=self.world_size)
                 if self.rank == 0:
-                    write_manifest(self._output, self._manifest(self.world_size, False))
+                    write_manifest(self._output, self._manifest(self.world_size, None))
             written = self._writer.write(step_rows(rows, step, self.rank, self.world_size))
             if not self.steps_written and self.rank == 0:
                 # Finding out what code ran takes a while; the first step is safe by now.
-                write_manifest(self._output, self._manifest(self.world_size, True))
+                write_manifest(self._output, self._manifest(self.world_size, self._imported))
             self.steps_written.append(step)
             self._write_names()
             return written
@@ -358,6 +361,13 @@ class Recorder:
         for _, _, future in list(self._pending):
             future.exception()
         self._report()
+
+
+def imported_files() -> tuple[str, ...]:
+    """List the files of the modules that this process has imported."""
+    # Not by getattr: a lazy module would import what it stands for.
+    files = [vars(module).get("__file__") for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
+    return tuple(file for file in files if isinstance(file, str))
 
 
 def ranks() -> tuple[int, int]:

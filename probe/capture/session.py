@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 REQUEST = "PROBE_REQUEST"
 """Environment variable that holds the request as JSON."""
-NOTES = "notes"
-"""Folder inside a capture where a process that ends leaves what it saw, for the launcher's last line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +203,7 @@ def _attach(request: Request) -> None:
         plan=plan_from_dict(request.plan),
         strict=request.strict,
         first_step=request.step_offset + 1,
-        manifest=lambda world_size, complete: manifest(request, world_size, complete=complete),
+        manifest=lambda world_size, imported: manifest(request, world_size, imported),
     )
     _attachment = Attachment(recorder, perturb.parse(request.perturb))
     _attachment.install()
@@ -225,8 +223,10 @@ def _end(attached: Attachment, output: Path) -> None:
         "waited_s": recorder.waited_s,
         "problem": recorder.problem,
     }
+    from probe.store.layout import NOTES_FOLDER
+
     try:
-        folder = output / NOTES
+        folder = output / NOTES_FOLDER
         folder.mkdir(exist_ok=True)
         (folder / f"{os.getpid()}.json").write_text(json.dumps(seen))
     except OSError:

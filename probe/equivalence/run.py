@@ -99,7 +99,7 @@ def run(arm: Arm, job: Job, state: State, *, name: str, how: perturb.Perturbatio
         segments[rows.rank, rows.step] = rows
 
     recorder = Recorder(
-        output=Path(name), run_id=run_id, plan=PLAN, strict=True, manifest=lambda world_size, complete: {}, sink=sink
+        output=Path(name), run_id=run_id, plan=PLAN, strict=True, manifest=lambda world_size, imported: {}, sink=sink
     )
     with _tapped(arm, recorder, how):
         seed_all(job.seed + rank)

@@ -20,6 +20,8 @@ from probe.store.layout import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     NAMES_FILE,
+    NOTE_FILE,
+    NOTES_FOLDER,
     RANK_FOLDER,
     SEGMENT_FILE,
     UNFINISHED,
@@ -98,6 +100,8 @@ def _foreign(path: Path) -> list[Path]:
     for entry in path.iterdir():
         if RANK_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             foreign += [inner for inner in entry.iterdir() if not _is_own_file(inner, (END_FILE, NAMES_FILE))]
+        elif entry.name == NOTES_FOLDER and entry.is_dir() and not entry.is_symlink():
+            foreign += [inner for inner in entry.iterdir() if not NOTE_FILE.fullmatch(inner.name)]
         elif not _is_own_file(entry, (MANIFEST_FILE,)):
             foreign.append(entry)
     return foreign

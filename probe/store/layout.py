@@ -35,6 +35,9 @@ MANIFEST_FILE = "capture.json"
 END_FILE = "end.json"
 NAMES_FILE = "names.json"
 """In a rank's folder: from which path in the model each name was derived. Readers do without it."""
+NOTES_FOLDER = "notes"
+"""Where a process that ends leaves what it saw, for the launcher's last line; a killed launcher leaves it behind."""
+NOTE_FILE = re.compile(r"\d+\.json")
 UNFINISHED = ".tmp"
 """Suffix of a file that is being written. Readers ignore it: it is what a killed process leaves behind."""
 
