@@ -36,6 +36,10 @@ from probe.store.writer import RankWriter
 QUEUE_BYTES = 512 * 1024 * 1024
 """Bytes that may wait for the writer before the training thread waits for it; one larger step may always pass."""
 
+TWINS = (Kind.FORWARD, Kind.BACKWARD)
+"""Kinds that are reduced once where two modules return the same tensor. A gradient or a parameter may have other bits
+and the same version: what a gradient scaler or `.data` does leaves no trace there."""
+
 Scalar = float | int | bool | str
 
 
@@ -184,7 +188,7 @@ class Recorder:
                     rows.fill(row, numbers.numpy())
                 else:
                     rows.on_device.append((row, numbers))
-            elif value is given and (twin := self._twin(value)) is not None:
+            elif value is given and key.kind in TWINS and (twin := self._twin(value)) is not None:
                 rows.repeat(twin, row)
                 index = summary.sample_index(key.name, value.numel())
                 rows.sample[row, : len(index)] = value.detach().reshape(-1)[torch.from_numpy(index)].double().numpy()
