@@ -216,7 +216,7 @@ def judge(
             for values in (limits.tolerance, limits.tight, limits.spread, limits.flip)
         )
         within_horizon = np.broadcast_to(limits.judged[:, None, cell_of] > 0, shape)
-        assumed = np.zeros(shape, dtype=bool)
+        assumed = d.present & ~d.exact & limits.assumed
     if seen is not None:
         spread = np.where(np.isnan(spread), seen.calibrated[:, None, cell_of], spread)
     shown = d.difference.copy()

@@ -40,6 +40,8 @@ class Limits:
     """[series]"""
     known: FloatArray
     """[series] 1 where the calibration has the series."""
+    assumed: bool
+    """The tolerances are assumed floors: the runs they come from were bit-identical, and none was perturbed."""
 
 
 def with_siblings(own: FloatArray, largest_sibling: FloatArray) -> FloatArray:
@@ -96,6 +98,7 @@ def lay_out(
         control=control,
         mark=tuple(marks),
         known=known,
+        assumed=tolerances.assumed,
     )
 
 

@@ -240,7 +240,12 @@ def _next(place: Place, key: Key) -> str:
         return (
             f"Record the arguments of the function that computes it in both arms: probe record --steps {step} -- CMD."
         )
-    return (
-        "Keep the tensors around it whole in both arms: "
-        f"probe record --steps {step} --full '{key.kind.value}/{scope}*' -- CMD."
-    )
+    keep = f"keep the tensors around it whole in both arms: probe record --steps {step}"
+    keep += f" --full '{key.kind.value}/{scope}*' -- CMD."
+    if place.kind in (Kind.FORWARD, Kind.BACKWARD):
+        between = "feeds" if place.kind is Kind.FORWARD else "follows"
+        return (
+            f"Look at the code that {between} {place.name!r} "
+            f"(what is no module there can be named with `probe.tap`), or {keep}"
+        )
+    return keep[0].upper() + keep[1:]

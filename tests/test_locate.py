@@ -42,7 +42,8 @@ def test_the_inner_module_is_named_and_not_the_one_that_contains_it() -> None:
     )
     assert found.after == "After it, 34 of 38 values of step 2 are off, and 40 of 46 in later steps."
     assert found.next == (
-        "Keep the tensors around it whole in both arms: probe record --steps 2 --full 'forward/blocks.1*' -- CMD."
+        "Look at the code that feeds 'blocks.1.attn' (what is no module there can be named with `probe.tap`), or keep "
+        "the tensors around it whole in both arms: probe record --steps 2 --full 'forward/blocks.1*' -- CMD."
     )
 
 

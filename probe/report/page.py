@@ -18,7 +18,8 @@ STYLE = """
 body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:1180px;margin:0 auto;padding:20px 16px 60px}
 h1{font-size:1.5rem;margin:0 0 4px}h2{font-size:1.15rem;margin:34px 0 8px}h3{font-size:.95rem;margin:0 0 2px}
-p{margin:6px 0;overflow-wrap:anywhere}code,.name{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.9em;overflow-wrap:anywhere}
+p{margin:6px 0;overflow-wrap:anywhere}
+code,.name{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.9em;overflow-wrap:anywhere}
 .soft{color:var(--soft)}.good{color:var(--good)}.bad{color:var(--bad)}.maybe{color:var(--maybe)}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;margin:12px 0}
 .verdict{border-left:6px solid currentColor}.verdict p{color:var(--fg)}
