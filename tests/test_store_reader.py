@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from step_rows import RUN_ID, as_comparable, forward_keys, make_capture, make_rows, random_tensor
@@ -269,3 +270,13 @@ def test_steps_are_written_in_few_words() -> None:
         "steps 1-3, 9",
         "steps 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 10 more",
     ]
+
+
+def test_a_segment_that_this_process_holds_open_with_locks_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    file = make_capture(tmp_path / "c") / "rank00000" / "step00000001.h5"
+    with (
+        h5py.File(file),
+        pytest.raises(CaptureError, match=r"is open in this process already, with file locks") as told,
+    ):
+        load(file, "forward/blocks.0")
+    assert not isinstance(told.value, CaptureFormatError)

@@ -63,6 +63,12 @@ def open_segment(path: Path) -> Iterator[Segment]:
         raise
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError, OverflowError) as error:
         cause = str(error.args[0] if error.args else error)  # str() of a KeyError is quoted
+        if "locking flag" in cause:
+            # HDF5 opens a file once per process, with one setting of locks.
+            raise CaptureError(
+                f"Segment {path} is open in this process already, with file locks. Close it there, or open it with "
+                "`h5py.File(path, locking=False)`."
+            ) from error
         reason = "truncated" if "truncated" in cause else "damaged"
         raise CaptureFormatError(f"Segment {path} is {reason}: {cause}. {AGAIN}.") from error
     finally:
