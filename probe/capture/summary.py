@@ -117,7 +117,7 @@ class Scratch:
         """Give a flat buffer for one block and what is left after the last whole row."""
         slot = ("block", like.device, like.dtype)
         if slot not in self._buffers:
-            size = (ROWS_PER_BLOCK + 1) * SKETCH_K
+            size = (ROWS_PER_BLOCK * 3 // 2 + 2) * SKETCH_K
             self._buffers[slot] = torch.empty(size, dtype=like.dtype, device=like.device)
         return self._buffers[slot]
 
@@ -247,8 +247,10 @@ def _large_sums(
     weights = _weights(rows, flat.device, flat.dtype)
     numel = flat.numel()
     absolute = scratch.block(flat)
-    for first in range(0, rows, ROWS_PER_BLOCK):
-        count = min(ROWS_PER_BLOCK, rows - first)
+    # Blocks of about equal size: a last one of a few rows would cost as many calls as a whole one.
+    height = -(-rows // max(1, round(rows / ROWS_PER_BLOCK)))
+    for first in range(0, rows, height):
+        count = min(height, rows - first)
         begin, end = first * SKETCH_K, (first + count) * SKETCH_K
         wide += (weights[:, first : first + count] @ flat[begin:end].view(count, SKETCH_K)).numpy()
         part = flat[begin : numel if first + count == rows else end]
