@@ -9,9 +9,8 @@ Shapes: Q rows of a segment, P rows that are made, K sketch buckets, N samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from probe.check import PLAIN_FORM_EXISTS, Check
 from probe.loss_scale import as_backward_got
 from probe.point import STEP_CLOCK, Key
 from probe.reduction import AS_JUDGED, COUNT, NORM, SAMPLE, SUM_SQUARES
-from probe.series import CaptureLike, FloatArray, IntArray
+from probe.series import CaptureLike, FloatArray, IntArray, View
 from probe.store.layout import SAMPLES, SCALARS, SKETCH_K, StepRows
 
 
@@ -55,41 +54,14 @@ class _Numbers:
     where: tuple[str, ...]
 
 
-class ReducedCapture:
+class ReducedCapture(View):
     """A capture with more rows."""
 
     def __init__(self, capture: CaptureLike, checks: Sequence[Check]) -> None:
-        self._capture = capture
+        super().__init__(capture)
         self._checks = tuple(checks)
         self._layouts: list[tuple[tuple[Key, ...], tuple[_Part, ...]]] = []
         self._remembered: dict[tuple[int, int], dict[int, _Numbers]] = {}
-
-    @property
-    def path(self) -> Path:
-        return self._capture.path
-
-    @property
-    def manifest(self) -> Mapping[str, Any]:
-        return self._capture.manifest
-
-    @property
-    def run_id(self) -> str:
-        return self._capture.run_id
-
-    @property
-    def world_size(self) -> int:
-        return self._capture.world_size
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._capture.ranks
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        return self._capture.problems
-
-    def steps(self, rank: int) -> tuple[int, ...]:
-        return self._capture.steps(rank)
 
     def rows(self, rank: int, step: int) -> StepRows:
         """Return a segment with the numbers that are made of it; means stand at the last step and the first rank."""

@@ -50,6 +50,40 @@ class CaptureLike(Protocol):
     def rows(self, rank: int, step: int) -> StepRows: ...
 
 
+class View:
+    """A capture seen through another: it says all that the capture says, until a subclass changes the rows."""
+
+    def __init__(self, capture: CaptureLike) -> None:
+        self._capture = capture
+
+    @property
+    def path(self) -> Path:
+        return self._capture.path
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        return self._capture.manifest
+
+    @property
+    def run_id(self) -> str:
+        return self._capture.run_id
+
+    @property
+    def world_size(self) -> int:
+        return self._capture.world_size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._capture.ranks
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self._capture.problems
+
+    def steps(self, rank: int) -> tuple[int, ...]:
+        return self._capture.steps(rank)
+
+
 def perturbation(capture: CaptureLike) -> str:
     """Return how the run was perturbed on purpose, e.g. `ulp:3`, or an empty text."""
     return str(capture.manifest.get("config", {}).get("perturb") or "")

@@ -9,9 +9,7 @@ Shapes: Q rows of a segment, W wholes, K sketch buckets, N samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ import numpy.typing as npt
 
 from probe import parts
 from probe.point import Key
-from probe.series import CaptureLike
+from probe.series import CaptureLike, View
 from probe.store.layout import SCALARS, StepRows
 
 
@@ -36,40 +34,13 @@ class _Piece:
     row: int
 
 
-class WholeCapture:
+class WholeCapture(View):
     """A capture of several ranks, its parts added up."""
 
     def __init__(self, capture: CaptureLike) -> None:
-        self._capture = capture
+        super().__init__(capture)
         self._sharded: bool | None = None
         self._known: dict[int, dict[tuple[Key, tuple[int, ...]], _Piece]] = {}
-
-    @property
-    def path(self) -> Path:
-        return self._capture.path
-
-    @property
-    def manifest(self) -> Mapping[str, Any]:
-        return self._capture.manifest
-
-    @property
-    def run_id(self) -> str:
-        return self._capture.run_id
-
-    @property
-    def world_size(self) -> int:
-        return self._capture.world_size
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._capture.ranks
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        return self._capture.problems
-
-    def steps(self, rank: int) -> tuple[int, ...]:
-        return self._capture.steps(rank)
 
     def rows(self, rank: int, step: int) -> StepRows:
         """Return a segment with whole rows in place of parts, and wholes of which the rank itself holds nothing."""

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from probe.store.dtypes import BITS, widen
-
-torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("dtype", [name for name in BITS if name.startswith("float8") or name == "bfloat16"])

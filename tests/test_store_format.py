@@ -12,6 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import xarray
 import xxhash
 from step_rows import RUN_ID, as_comparable, forward_keys, make_capture, make_rows, random_tensor
 
@@ -149,8 +150,6 @@ def test_the_example_with_plain_h5py_runs_as_written(folder: Path) -> None:
 
 
 def test_the_example_with_xarray_runs_as_written(folder: Path) -> None:
-    xarray = pytest.importorskip("xarray")
-    pytest.importorskip("h5netcdf")
     with eval(XARRAY, {"xarray": xarray}) as dataset:
         np.testing.assert_array_equal(dataset.l2[0], make_rows(KEYS).scalars["l2"])
         assert dataset.quantity.values.tolist() == [key.label.encode() for key in KEYS]
