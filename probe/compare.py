@@ -22,6 +22,7 @@ from probe.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32, measure
 from probe.errors import IncomparableError, ToleranceError, listed
 from probe.fit import edits, fit_notes
 from probe.judge import Judgement, judge, spread_seen
+from probe.kernels import kernel_changes
 from probe.limits import Limits, edited, lay_out
 from probe.locate import locate
 from probe.loss_scale import MICRO_LOSS, agreed_scales, as_backward_got, divisors, microbatches
@@ -100,18 +101,22 @@ def compare_cells(
     coverage = _coverage([judgement.differences for judgement in judgements])
     decision = decide(judgements, rows, tolerances, _gaps(baselines[0], candidates, judgements))
     located = locate(judgements) if decision.outcome in (Outcome.DIFFERENT, Outcome.INCONCLUSIVE) else None
+    summaries = tuple(
+        provenance_changes.run_summary(run, "baseline" if number < len(baselines) else "candidate")
+        for number, run in enumerate([*baselines, *candidates])
+    )
     comparison = Comparison(
         outcome=decision.outcome,
         reason=_reason(decision.reason, decision.outcome, located),
         checks=rows,
         first_divergence=located,
         coverage=coverage,
-        runs=tuple(
-            provenance_changes.run_summary(run, "baseline" if number < len(baselines) else "candidate")
-            for number, run in enumerate([*baselines, *candidates])
-        ),
+        runs=summaries,
         pairs=_pairs(runs, len(baselines), judged),
-        provenance_changes=provenance_changes.changes(baselines[0], candidates[0]),
+        provenance_changes=(
+            *provenance_changes.changes(baselines[0], candidates[0]),
+            *kernel_changes(summaries[0].attention, summaries[len(baselines)].attention),
+        ),
         notes=(
             *decision.notes,
             *fit_notes(rows),

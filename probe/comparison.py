@@ -188,6 +188,8 @@ class RunSummary:
     perturb: str = ""
     created_utc: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    attention: dict[str, str] = field(default_factory=dict)
+    """The attention kernel of each module that called one."""
     problems: tuple[str, ...] = ()
     """Missing ranks, runs not closed cleanly, dropped steps."""
 

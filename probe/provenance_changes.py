@@ -12,7 +12,7 @@ from typing import Any
 
 from probe.comparison import RunSummary
 from probe.errors import IncomparableError, ToleranceError, listed
-from probe.kernels import attention_kernels, kernel_changes, kernel_summary
+from probe.kernels import attention_kernels, kernel_summary
 from probe.series import CaptureLike, perturbation
 from probe.tolerance import CalibratedRun
 
@@ -78,6 +78,7 @@ def run_summary(capture: CaptureLike, arm: str) -> RunSummary:
     steps = sorted({step for rank in capture.ranks for step in capture.steps(rank)})
     dirty = [tree.get("dirty") for tree in trees(capture) if tree.get("dirty") is not None]
     seed = _part(capture, "config").get("seed")
+    kernels = attention_kernels(capture)
     return RunSummary(
         arm=arm,
         path=str(capture.path),
@@ -93,8 +94,9 @@ def run_summary(capture: CaptureLike, arm: str) -> RunSummary:
         created_utc=str(capture.manifest.get("created_utc") or ""),
         environment={
             **{name: str(value) for name, value in flat(environment(capture)).items()},
-            **({"attention": summary} if (summary := kernel_summary(attention_kernels(capture))) else {}),
+            **({"attention": kernel_summary(kernels)} if kernels else {}),
         },
+        attention=kernels,
         problems=tuple(capture.problems),
     )
 
@@ -212,7 +214,6 @@ def changes(baseline: CaptureLike, candidate: CaptureLike) -> tuple[str, ...]:
         lines.append(f"code: {count}: {listed(files)}" if files else "code: another hash")
     if commit_text(baseline) != commit_text(candidate):
         lines.append(f"commit: {commit_text(baseline) or 'none'} -> {commit_text(candidate) or 'none'}")
-    lines += kernel_changes(attention_kernels(baseline), attention_kernels(candidate))
     one_flat, two_flat = flat(environment(baseline)), flat(environment(candidate))
     for name in sorted(one_flat.keys() | two_flat.keys()):
         before, after = one_flat.get(name, "absent"), two_flat.get(name, "absent")

@@ -91,6 +91,7 @@ def test_runs_carry_their_provenance() -> None:
             "perturb": "",
             "created_utc": "2026-05-04T10:00:00Z",
             "environment": {"torch": "2.14.1", "device": "cpu"},
+            "attention": {},
             "problems": [],
         }
     ]
