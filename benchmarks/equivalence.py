@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from probe.comparison import Outcome
 from probe.equivalence.arm import Inputs, find_arm
 from probe.equivalence.options import Options
 from probe.equivalence.protocol import REPEATS, Recorded, Result, check_in_process
 from probe.equivalence.run import Job
+from probe.judge.comparison import Outcome
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 24, 2
 SCALE = 1.001

@@ -349,7 +349,7 @@ def is_default(check: Check) -> bool:
 def owner(checks: Sequence[Check], key: Key, step: int | None = None) -> int:
     """Return the number of the check that a quantity belongs to, in a given step or in any; `NO_CHECK` if to none.
 
-    A number that was made by `probe.reduced` belongs to the first check that makes it.
+    A number that was made by `probe.measure.reduced` belongs to the first check that makes it.
     """
     suffix = next((each for check in checks for each in check.suffixes if key.item.endswith(each)), "")
     if suffix:

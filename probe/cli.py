@@ -200,11 +200,11 @@ def calibrate(captures: tuple[Path, ...], output: Path, plan: Path | None, k: fl
     probe calibrate captures/base-0 captures/base-1 captures/base-2 -o tolerances/job.toml
     """
     refuse_overwriting([output], force=force)
-    from probe.calibrate import calibrate as calibrated
+    from probe.judge.calibrate import calibrate as calibrated
+    from probe.judge.tolerance import save
     from probe.plan import default_checks, load_plan
     from probe.report.calibration import calibration_table
     from probe.store.reader import open_capture
-    from probe.tolerance import save
 
     checks = default_checks() if plan is None else load_plan(plan).checks
     tolerances = calibrated([open_capture(path) for path in captures], k=k, checks=checks)
@@ -274,10 +274,10 @@ def diff(
 
     from dataclasses import replace
 
-    from probe.compare import compare_cells
+    from probe.judge.compare import compare_cells
+    from probe.judge.tolerance import load
     from probe.plan import default_checks, load_plan
     from probe.store.reader import open_capture
-    from probe.tolerance import load
 
     checks = default_checks() if plan is None else load_plan(plan).checks
     allowed = None if tolerances is None else load(tolerances)
@@ -305,12 +305,12 @@ def _inject(
     as_json: bool,
 ) -> int:
     """Show the power of the checks. A single capture is judged against itself. The status is 0 whatever they see."""
-    from probe.inject import parse_injection
+    from probe.judge.inject import parse_injection
+    from probe.judge.power import measure_power
+    from probe.judge.tolerance import load
     from probe.plan import default_checks, load_plan
-    from probe.power import measure_power
     from probe.report.power import to_json, to_text
     from probe.store.reader import open_capture
-    from probe.tolerance import load
 
     injection = parse_injection(inject)
     alone = len(captures) == 1 and not candidates
@@ -357,7 +357,7 @@ def show(capture: Path, name: str, step: int | None, rank: int | None, as_json: 
     probe show captures/base-0
     probe show captures/base-0 'grad/*lora_B*' --step 1 --rank 0
     """
-    from probe.show import show_capture
+    from probe.report.show import show_capture
     from probe.store.reader import open_capture
 
     return show_capture(open_capture(capture), name, step=step, rank=rank, as_json=as_json, names=names)

@@ -17,8 +17,8 @@ from probe.errors import ProbeError
 
 if TYPE_CHECKING:
     from probe.check import Check
-    from probe.comparison import Comparison
-    from probe.judge import Judgement
+    from probe.judge.cells import Judgement
+    from probe.judge.comparison import Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

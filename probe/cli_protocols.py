@@ -74,8 +74,8 @@ def verify(
     from dataclasses import replace
 
     from probe.errors import IncomparableError
-    from probe.verify import TOLERANCES_FILE, VerifyOptions
-    from probe.verify import verify as verified
+    from probe.protocol.verify import TOLERANCES_FILE, VerifyOptions
+    from probe.protocol.verify import verify as verified
 
     options = VerifyOptions(
         baseline=baseline,
@@ -128,8 +128,8 @@ def selfcheck(
     import shutil
     import tempfile
 
-    from probe.selfcheck import SelfcheckOptions, verdict_lines
-    from probe.selfcheck import selfcheck as checked
+    from probe.protocol.selfcheck import SelfcheckOptions, verdict_lines
+    from probe.protocol.selfcheck import selfcheck as checked
 
     folder = Path(tempfile.mkdtemp(prefix="probe-selfcheck-")) if output is None else output
     options = SelfcheckOptions(command=command, output=folder, steps=steps, seed=seed, plan=plan, runs=runs)

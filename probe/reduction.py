@@ -1,7 +1,7 @@
 """Say which number a check judges: a tensor's mean, the norm of a group, the mean of a window of steps or of all ranks.
 
 Without any of this a check judges what was recorded by its one judged number. This module only names the numbers;
-`probe.reduced` computes them. It must not know how they are judged.
+`probe.measure.reduced` computes them. It must not know how they are judged.
 """
 
 from __future__ import annotations

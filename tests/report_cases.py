@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from probe.comparison import (
+from probe.judge.comparison import (
     CheckResult,
     Comparison,
     Coverage,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from synthetic import SyntheticCapture, run
 
-from probe.calibrate import calibrate
-from probe.distance import EPSILON_FLOAT32
 from probe.errors import ToleranceError
+from probe.judge.calibrate import calibrate
+from probe.judge.tolerance import ALL_JUDGED
+from probe.measure.distance import EPSILON_FLOAT32
 from probe.point import Key, Kind
-from probe.tolerance import ALL_JUDGED
 
 
 def baselines(count: int = 3, **options: object) -> list[SyntheticCapture]:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from probe import parts
 from probe.capture import summary
 from probe.capture.shards import Part, part_row
+from probe.store import parts
 from probe.store.layout import SAMPLES, SKETCH_K
 
 Cut = tuple[tuple[int, ...], ...]

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from probe.calibrate import calibrate
-from probe.compare import compare
-from probe.comparison import Outcome
-from probe.parts import read
+from probe.judge.calibrate import calibrate
+from probe.judge.compare import compare
+from probe.judge.comparison import Outcome
+from probe.measure.series import CaptureLike
+from probe.measure.whole import whole
 from probe.point import Key, Kind
-from probe.series import CaptureLike
 from probe.store.layout import StepRows
+from probe.store.parts import read
 from probe.store.reader import Capture
-from probe.whole import whole
 from tests.recording import command, record
 
 Runs = Callable[..., Capture]

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from report_cases import FAILING, INCONCLUSIVE, NOT_COMPARABLE, PASSING
 
 from probe import cli
-from probe.comparison import Comparison
 from probe.errors import CaptureError, IncomparableError, NotEquivalentError
+from probe.judge.comparison import Comparison
 
 COMMANDS = ("calibrate", "diff", "record", "selfcheck", "show", "verify")
 
@@ -34,9 +34,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found: Comparison = noted["result"]
         return found, ()
 
-    monkeypatch.setattr("probe.compare.compare_cells", compare)
+    monkeypatch.setattr("probe.judge.compare.compare_cells", compare)
     monkeypatch.setattr("probe.store.reader.open_capture", str)
-    monkeypatch.setattr("probe.tolerance.load", lambda path: f"loaded {path}")
+    monkeypatch.setattr("probe.judge.tolerance.load", lambda path: f"loaded {path}")
     return noted
 
 

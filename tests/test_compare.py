@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from synthetic import Fault, SyntheticCapture, breaks, run
 from test_calibrate import baselines, reverse
 
-from probe.calibrate import calibrate
 from probe.check import Check, default_checks
-from probe.compare import compare
-from probe.comparison import CheckResult, Comparison, Coverage, Outcome, PairSummary, Verdict
 from probe.errors import IncomparableError, ToleranceError
+from probe.judge.calibrate import calibrate
+from probe.judge.compare import compare
+from probe.judge.comparison import CheckResult, Comparison, Coverage, Outcome, PairSummary, Verdict
+from probe.judge.tolerance import Tolerances
 from probe.point import Key, Kind
 from probe.selection import parse_steps
 from probe.store.layout import StepRows
-from probe.tolerance import Tolerances
 
 BASE = baselines(ranks=2)
 TOLERANCES = calibrate(BASE)

@@ -12,8 +12,8 @@ from synthetic import SyntheticCapture, breaks, run
 from test_compare import BASE, candidate
 
 from probe.check import Check
-from probe.compare import compare
-from probe.comparison import Comparison, Outcome, Verdict
+from probe.judge.compare import compare
+from probe.judge.comparison import Comparison, Outcome, Verdict
 from probe.point import Kind
 from probe.selection import parse_steps
 from probe.store.layout import StepRows

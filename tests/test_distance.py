@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from synthetic import Rows, signs
 
-from probe.distance import ASSUMED_EPSILONS, EPSILON, Measured, is_exact, measure, rounding_floor
+from probe.measure.distance import ASSUMED_EPSILONS, EPSILON, Measured, is_exact, measure, rounding_floor
+from probe.measure.series import Catalog
 from probe.point import Key, Kind
-from probe.series import Catalog
 from probe.store.layout import StepRows
 
 FORWARD = Key(kind=Kind.FORWARD, name="blocks.0", microbatch=0)

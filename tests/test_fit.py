@@ -9,16 +9,16 @@ import pytest
 from synthetic import SyntheticCapture, run
 from test_compare import only
 
-from probe.calibrate import calibrate
 from probe.check import Check
-from probe.compare import compare
-from probe.comparison import Comparison, Outcome, Verdict
-from probe.fit import bounds_of, edits
+from probe.judge.calibrate import calibrate
+from probe.judge.compare import compare
+from probe.judge.comparison import Comparison, Outcome, Verdict
+from probe.judge.fit import bounds_of, edits
+from probe.judge.tolerance import load, save
 from probe.point import Kind
 from probe.report.markdown import to_markdown
 from probe.report.text import to_text
 from probe.selection import parse_steps
-from probe.tolerance import load, save
 
 
 def norm_run(name: str, value: float, code: str = "aaaa") -> SyntheticCapture:

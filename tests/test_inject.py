@@ -11,7 +11,7 @@ import pytest
 from synthetic import Rows, SyntheticCapture, run
 
 from probe.errors import PlanError
-from probe.inject import ChangedCapture, Injection, changed_tensor, kept_whole, parse_injection
+from probe.judge.inject import ChangedCapture, Injection, changed_tensor, kept_whole, parse_injection
 from probe.point import Key, Kind
 from probe.sketch import reductions, sketch
 from probe.store.layout import FullTensor, StepRows

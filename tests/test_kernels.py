@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from probe.comparison import Comparison
-from probe.kernels import attention_kernels, kernel_changes
+from probe.judge.comparison import Comparison
+from probe.judge.kernels import attention_kernels, kernel_changes
 from probe.report.markdown import to_markdown
 from probe.report.text import to_text
 from tests.recording import command, probe, record

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 from test_tolerance import MEMBER, TOLERANCES
 
-from probe.limits import edited, lay_out
+from probe.judge.limits import edited, lay_out
+from probe.judge.tolerance import Tolerances
 from probe.point import Key, Kind
-from probe.tolerance import Tolerances
 
 A = Key(kind=Kind.FORWARD, name="blocks.0.attn")
 B = Key(kind=Kind.FORWARD, name="blocks.1.attn")

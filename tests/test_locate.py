@@ -10,9 +10,9 @@ from synthetic import Fault, SyntheticCapture, breaks, run
 from test_calibrate import baselines
 from test_compare import BASE, candidate, judged, only
 
-from probe.calibrate import calibrate
-from probe.compare import compare
-from probe.comparison import FirstDivergence, Origin, Place
+from probe.judge.calibrate import calibrate
+from probe.judge.compare import compare
+from probe.judge.comparison import FirstDivergence, Origin, Place
 from probe.point import Key, Kind
 from probe.store.layout import StepRows
 

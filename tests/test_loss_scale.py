@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from synthetic import Rows
 
-from probe.loss_scale import agreed_scales, as_backward_got, divisors, microbatches
+from probe.measure.loss_scale import agreed_scales, as_backward_got, divisors, microbatches
+from probe.measure.series import Catalog
 from probe.point import Key, Kind
-from probe.series import Catalog
 from probe.store.layout import StepRows
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from probe.calibrate import calibrate
-from probe.compare import compare
-from probe.comparison import Comparison, Outcome
-from probe.loss_scale import as_backward_got
-from probe.microbatches import matched
+from probe.judge.calibrate import calibrate
+from probe.judge.compare import compare
+from probe.judge.comparison import Comparison, Outcome
+from probe.measure.loss_scale import as_backward_got
+from probe.measure.microbatches import matched
 from probe.point import Key, Kind
 from probe.store.layout import StepRows
 from tests.recording import command, record

@@ -12,8 +12,8 @@ from git_repos import editable_finder, editable_path, environment, python, write
 from synthetic import run as synthetic_run
 
 from probe.errors import CaptureError
-from probe.own_imports import import_environment, interpreter, owner, prove, require_one_code
-from probe.worktrees import Tree
+from probe.protocol.own_imports import import_environment, interpreter, owner, prove, require_one_code
+from probe.protocol.worktrees import Tree
 
 PACKAGE = {"src/tinynet/__init__.py": "", "src/tinynet/model.py": ""}
 

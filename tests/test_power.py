@@ -12,17 +12,17 @@ from synthetic import SyntheticCapture
 from test_compare import BASE, TOLERANCES, candidate
 from test_inject import with_tensors
 
-from probe.calibrate import calibrate
 from probe.check import Check, default_checks
 from probe.cli import status_of
-from probe.compare import compare
 from probe.errors import IncomparableError
-from probe.inject import parse_injection
-from probe.power import CheckPower, Power, measure_power, unexpected
+from probe.judge.calibrate import calibrate
+from probe.judge.compare import compare
+from probe.judge.inject import parse_injection
+from probe.judge.power import CheckPower, Power, measure_power, unexpected
+from probe.judge.tolerance import save
 from probe.report.power import to_json, to_text
 from probe.selection import parse_steps
 from probe.store.writer import RankWriter, create_capture, write_manifest
-from probe.tolerance import save
 
 
 def power(text: str, *checks: Check, itself: bool = False) -> Power:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from synthetic import SyntheticCapture, run
 
-from probe.comparison import RunSummary
 from probe.errors import IncomparableError, ToleranceError
-from probe.provenance_changes import calibrated_run, changes, check_comparable, check_same_job, run_summary
-from probe.tolerance import CalibratedRun
+from probe.judge.comparison import RunSummary
+from probe.judge.provenance_changes import calibrated_run, changes, check_comparable, check_same_job, run_summary
+from probe.judge.tolerance import CalibratedRun
 
 
 def with_provenance(capture: SyntheticCapture, **parts: object) -> SyntheticCapture:

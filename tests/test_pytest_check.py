@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from probe.comparison import Comparison, Outcome, Verdict
 from probe.equivalence.checker import Place, ProbeCheck
 from probe.equivalence.options import Options, from_marker
 from probe.errors import IncomparableError, NotEquivalentError, ProbeError
+from probe.judge.comparison import Comparison, Outcome, Verdict
 
 pytest_plugins = ["pytester"]
 

@@ -11,9 +11,9 @@ import torch
 import probe
 from probe.equivalence.close import CloseTo
 from probe.errors import IncomparableError, PlanError, ToleranceError
+from probe.judge.tolerance import Tolerance, Tolerances
 from probe.store.folder import write_manifest
 from probe.store.writer import RankWriter
-from probe.tolerance import Tolerance, Tolerances
 from tests.step_rows import make_rows
 
 pytest_plugins = ["pytester"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from probe.comparison import Verdict
 from probe.equivalence.noise import NOISE, SIZES, allow_noise, noise_of
 from probe.equivalence.options import Options
-from probe.limits import edited
+from probe.judge.comparison import Verdict
+from probe.judge.limits import edited
+from probe.judge.tolerance import Tolerance, Tolerances
 from probe.point import Key, Kind
-from probe.tolerance import Tolerance, Tolerances
 from tests.test_pytest_check import SWEEP, X, checker, failure
 
 

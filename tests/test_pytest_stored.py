@@ -16,8 +16,8 @@ import probe.equivalence.protocol
 import probe.equivalence.stored
 import probe.report.grid
 import probe.report.html
+from probe.judge.tolerance import load
 from probe.store.reader import open_capture
-from probe.tolerance import load
 
 pytest_plugins = ["pytester"]
 

@@ -15,8 +15,8 @@ import pytest
 from synthetic import SyntheticCapture
 from table_captures import Quantity, capture
 
-from probe.compare import compare
-from probe.comparison import Comparison, Outcome, Verdict
+from probe.judge.compare import compare
+from probe.judge.comparison import Comparison, Outcome, Verdict
 from probe.plan import load_plan
 from probe.point import STEP_CLOCK, Kind
 from probe.point import Key as NewKey

@@ -10,11 +10,11 @@ import pytest
 from table_captures import Quantity, capture
 
 from probe.check import NO_CHECK, Check, owner
-from probe.compare import compare
-from probe.comparison import Verdict
-from probe.loss_scale import as_backward_got
+from probe.judge.compare import compare
+from probe.judge.comparison import Verdict
+from probe.measure.loss_scale import as_backward_got
+from probe.measure.reduced import reduced
 from probe.point import STEP_CLOCK, Key, Kind
-from probe.reduced import reduced
 from probe.selection import parse_steps
 from probe.store.layout import StepRows
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from probe.judge.tolerance import CalibratedRun, Tolerance, Tolerances
 from probe.report.calibration import calibration_table
-from probe.tolerance import CalibratedRun, Tolerance, Tolerances
 
 MEMBER = Tolerance(spread=(0.001, 0.002), floor=(1e-6, 1e-6), tolerance=(0.003, 0.006), control=1.2)
 QUIET = Tolerance(spread=(0.0, 0.0), floor=(1e-6, 1e-6), tolerance=(1e-6, 1e-6), mark="insensitive")

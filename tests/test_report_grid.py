@@ -9,9 +9,9 @@ import pytest
 from report_cases import GRID, NAN
 from synthetic import run
 
-from probe.calibrate import calibrate
 from probe.check import default_checks
-from probe.compare import compare_cells
+from probe.judge.calibrate import calibrate
+from probe.judge.compare import compare_cells
 from probe.point import Key, Kind
 from probe.report.grid import CellGrid, encoded, grid_of, largest
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from report_cases import ABOVE, DIVERGENCE, FAILING, GRID, INCONCLUSIVE, NAN, NOT_COMPARABLE, PASSING
 
-from probe.comparison import Comparison
+from probe.judge.comparison import Comparison
 from probe.report.grid import CellGrid
 from probe.report.html import to_html
 from probe.report.plots import distribution, ratio_over_steps

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from report_cases import ABOVE, ATTENTION, BATCH, DIVERGENCE, LONG, LOSS, NAN, NOT_FINITE, RUN, STATE
 
-from probe.comparison import Place, Verdict
+from probe.judge.comparison import Place, Verdict
 from probe.point import Kind
 from probe.report import words
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from recording import command, probe, run
 from synthetic import run as synthetic_run
 
-from probe.bisect import OutOfRuns, Part, smallest
 from probe.capture import launch
 from probe.capture.session import Request
 from probe.errors import CaptureError
 from probe.plan import Plan, plan_from_dict
 from probe.point import Kind
-from probe.selfcheck import Selfcheck, SelfcheckOptions, selfcheck, verdict_lines
+from probe.protocol.bisect import OutOfRuns, Part, smallest
+from probe.protocol.selfcheck import Selfcheck, SelfcheckOptions, selfcheck, verdict_lines
 from probe.store.reader import open_capture
 from probe.store.writer import RankWriter, write_manifest
 
@@ -58,7 +58,7 @@ class Job:
 
 
 def check(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Selfcheck:
-    monkeypatch.setattr("probe.selfcheck.launch.launch", job.launch)
+    monkeypatch.setattr("probe.protocol.selfcheck.launch.launch", job.launch)
     options = SelfcheckOptions(command=(sys.executable, "train.py"), output=folder / "out")
     return selfcheck(replace(options, **changes), tell=lambda line: None)
 
@@ -180,7 +180,7 @@ def test_a_folder_that_holds_something_is_refused(tmp_path: Path, monkeypatch: p
 
 def test_an_interrupt_ends_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = launch.Ended(status=130, signal=signal.SIGINT, capture=None, notes=())
-    monkeypatch.setattr("probe.selfcheck.launch.launch", lambda request, surroundings: ended)
+    monkeypatch.setattr("probe.protocol.selfcheck.launch.launch", lambda request, surroundings: ended)
     with pytest.raises(KeyboardInterrupt):
         selfcheck(SelfcheckOptions(command=(sys.executable,), output=tmp_path / "out"), tell=lambda line: None)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from synthetic import run
 
+from probe.measure.series import Catalog, SeriesIndex, common_steps, perturbation, sibling_name
 from probe.point import Key, Kind
-from probe.series import Catalog, SeriesIndex, common_steps, perturbation, sibling_name
 
 GRAD = Key(kind=Kind.GRAD, name="w")
 CLIPPED = Key(kind=Kind.GRAD, name="w", item="clipped")

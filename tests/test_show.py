@@ -14,7 +14,7 @@ import pytest
 
 from probe import cli
 from probe.point import Key, Kind
-from probe.show import type_text
+from probe.report.show import type_text
 from probe.store.folder import create_capture, write_manifest
 from probe.store.layout import SAMPLES, SCALARS, SKETCH_K, StepRows
 from probe.store.writer import RankWriter

@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from probe.errors import ToleranceError
-from probe.tolerance import ALL_JUDGED, CalibratedRun, Tolerance, Tolerances, dump, load, parse, round_up, save, tomllib
+from probe.judge.tolerance import (
+    ALL_JUDGED,
+    CalibratedRun,
+    Tolerance,
+    Tolerances,
+    dump,
+    load,
+    parse,
+    round_up,
+    save,
+    tomllib,
+)
 
 MEMBER = Tolerance(
     spread=(1e-07, 2e-07, 2e-07),

@@ -19,14 +19,14 @@ from synthetic import run as synthetic_run
 
 from probe.capture import launch
 from probe.capture.session import Request
-from probe.comparison import Outcome
 from probe.errors import CaptureError, IncomparableError
+from probe.judge.comparison import Outcome
 from probe.point import Kind
+from probe.protocol.verify import VerifyOptions, verify
+from probe.protocol.verify_state import locked
 from probe.store.layout import StepRows
 from probe.store.reader import open_capture
 from probe.store.writer import RankWriter, write_manifest
-from probe.verify import VerifyOptions, verify
-from probe.verify_state import locked
 
 TRAIN = "noise = 1e-5\n"
 FAULTY = "noise = 1e-5\nfault = 1e-2\n"
@@ -79,7 +79,7 @@ class Job:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     made = Job()
-    monkeypatch.setattr("probe.verify.launch.launch", made.launch)
+    monkeypatch.setattr("probe.protocol.verify.launch.launch", made.launch)
     return made
 
 
@@ -313,7 +313,7 @@ def test_a_folder_that_is_edited_between_its_runs_is_noticed(job: Job, repo: Pat
         return ended
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("probe.verify.launch.launch", editing)
+        patch.setattr("probe.protocol.verify.launch.launch", editing)
         with pytest.raises(CaptureError) as error:
             verify(options(tmp_path / "out", "."), tell=ignore)
     assert str(error.value) == (

@@ -8,7 +8,7 @@ import pytest
 from git_repos import commit, git, repository
 
 from probe.errors import CaptureError
-from probe.worktrees import (
+from probe.protocol.worktrees import (
     Source,
     Tree,
     checkout_of,

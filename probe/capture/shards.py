@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from probe import parts
 from probe.capture import summary
+from probe.store import parts
 from probe.store.layout import SKETCH_K
 
 SPAN = 1 << 22
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """What a row says of this part; see `probe.parts`."""
+        """What a row says of this part; see `probe.store.parts`."""
         if self.offset is None:
             return parts.flat_text(self.start, self.local[0], self.shape, self.ranks)
         return parts.box_text(self.offset, self.local, self.shape, self.ranks)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probe import tolerance
-from probe.comparison import Comparison, Outcome
 from probe.equivalence import explain
 from probe.equivalence.options import Options
 from probe.errors import IncomparableError, NotEquivalentError, ProbeError
-from probe.tolerance import Tolerances
+from probe.judge import tolerance
+from probe.judge.comparison import Comparison, Outcome
+from probe.judge.tolerance import Tolerances
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from probe.equivalence.protocol import Recorded, Result
     from probe.equivalence.run import Job
     from probe.equivalence.stored import Baseline
-    from probe.series import CaptureLike
+    from probe.measure.series import CaptureLike
 
 RECORD, RECORD_ALL = "record", "record all"
 
@@ -243,7 +243,7 @@ class ProbeCheck:
         from probe.equivalence.memory import MemoryCapture
         from probe.equivalence.protocol import elsewhere, judged
         from probe.equivalence.run import run
-        from probe.outcome import ENOUGH_CANDIDATES
+        from probe.judge.outcome import ENOUGH_CANDIDATES
 
         arm, checks = find_arm("candidate", candidate), self.options.checks()
         allowed = self._given_tolerances() or tolerances
@@ -267,7 +267,7 @@ class ProbeCheck:
         from probe.equivalence.memory import MemoryCapture
         from probe.equivalence.protocol import judged, record_baseline
         from probe.equivalence.run import run
-        from probe.outcome import ENOUGH_BASELINES
+        from probe.judge.outcome import ENOUGH_BASELINES
 
         arm, checks = find_arm("baseline", candidate), self.options.checks()
         with undisturbed([arm]) as state:

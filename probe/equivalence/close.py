@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from probe.comparison import Comparison, Outcome
-from probe.distance import ASSUMED_EPSILONS, EPSILON, INTEGER_TYPES, TINY
 from probe.equivalence.explain import explain
 from probe.equivalence.options import Allowed, declared
 from probe.errors import ProbeError, ToleranceError
+from probe.judge.comparison import Comparison, Outcome
+from probe.judge.tolerance import Tolerances, load
+from probe.measure.distance import ASSUMED_EPSILONS, EPSILON, INTEGER_TYPES, TINY
 from probe.report import words
 from probe.selection import glob_pattern, split_kind
 from probe.store.layout import MANIFEST_FILE
-from probe.tolerance import Tolerances, load
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -103,8 +103,8 @@ class CloseTo:
 
     # ------------------------------------------------------------------ captures
     def _compared(self, actual: object) -> Comparison:
-        from probe.compare import compare
         from probe.equivalence.options import Options
+        from probe.judge.compare import compare
 
         baseline, candidate = _capture_of(self.expected), _capture_of(actual)
         if candidate is None:
@@ -274,6 +274,6 @@ def _place(title: str, each: Unlike) -> list[str]:
 
 def _upward(value: float) -> str:
     """Write a number with two digits, rounded up, so that it would indeed have passed."""
-    from probe.tolerance import round_up
+    from probe.judge.tolerance import round_up
 
     return f"{round_up(value, 2):.2g}"

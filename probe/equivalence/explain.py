@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from probe.comparison import CheckResult, Comparison, Outcome, Verdict
 from probe.errors import listed
+from probe.judge.comparison import CheckResult, Comparison, Outcome, Verdict
 from probe.report import words
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from probe.check import Check
-from probe.limits import SIBLING_SHARE
+from probe.judge.limits import SIBLING_SHARE
+from probe.judge.tolerance import Tolerance, Tolerances
+from probe.measure.series import sibling_name
 from probe.point import Key, Kind
-from probe.series import sibling_name
-from probe.tolerance import Tolerance, Tolerances
 
 NOISE = 0.5
 """Spread from which a gradient counts as rounding: repeats one ulp apart that share less than the bulk of their norm.

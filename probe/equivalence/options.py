@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 from probe.check import Check, default_checks
 from probe.errors import PlanError, ProbeError
+from probe.judge.tolerance import K, Tolerances
 from probe.point import Kind
 from probe.selection import nearest, split_kind
-from probe.tolerance import K, Tolerances
 
 Allowed: TypeAlias = float | Mapping[str, float] | str | Path | Tolerances | None
 """A relative difference for everything, one for each selection (the rest is calibrated), a tolerance file, or None."""

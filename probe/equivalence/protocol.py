@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from probe.calibrate import calibrate
 from probe.capture.perturb import Perturbation, parse
 from probe.check import Check
-from probe.compare import compare_cells
-from probe.comparison import Comparison, Outcome
 from probe.equivalence.arm import Arm, undisturbed
 from probe.equivalence.explain import times_allowed
 from probe.equivalence.memory import MemoryCapture
@@ -21,11 +18,14 @@ from probe.equivalence.noise import allow_noise, noise_check, noise_of
 from probe.equivalence.options import OWN
 from probe.equivalence.run import Job, is_low_precision, run
 from probe.errors import listed
-from probe.judge import Judgement
-from probe.outcome import ENOUGH_BASELINES, ENOUGH_CANDIDATES, FAR
+from probe.judge.calibrate import calibrate
+from probe.judge.cells import Judgement
+from probe.judge.compare import compare_cells
+from probe.judge.comparison import Comparison, Outcome
+from probe.judge.outcome import ENOUGH_BASELINES, ENOUGH_CANDIDATES, FAR
+from probe.judge.tolerance import Tolerances
+from probe.measure.series import CaptureLike, perturbation
 from probe.point import Key, Kind
-from probe.series import CaptureLike, perturbation
-from probe.tolerance import Tolerances
 
 REPEATS = 3
 """Perturbed repeats to begin with, as many as the runs that are asked of a training job."""

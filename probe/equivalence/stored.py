@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probe import tolerance
 from probe.equivalence.memory import MemoryCapture
 from probe.errors import CaptureError, ProbeError
+from probe.judge import tolerance
+from probe.judge.tolerance import Tolerances
 from probe.store.folder import create_capture, write_manifest
 from probe.store.layout import MANIFEST_FILE
 from probe.store.reader import Capture, open_capture
 from probe.store.writer import RankWriter
-from probe.tolerance import Tolerances
 
 FOLDER = "captures"
 """Folder beside the test files that holds their baselines."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from probe.report import words
 
 if TYPE_CHECKING:
-    from probe.tolerance import Tolerance, Tolerances
+    from probe.judge.tolerance import Tolerance, Tolerances
 
 
 def calibration_table(tolerances: Tolerances) -> str:

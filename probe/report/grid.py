@@ -1,7 +1,7 @@
 """Every judged cell of a comparison, worst over ranks: what the plots of the HTML page are drawn from.
 
-`probe.comparison.Comparison` has one row per check; a heat map needs one number per series and step. It is kept apart
-so that reports which need no plots need no arrays. This module must not know how the numbers are drawn.
+`probe.judge.comparison.Comparison` has one row per check; a heat map needs one number per series and step. It is kept
+apart so that reports which need no plots need no arrays. This module must not know how the numbers are drawn.
 
 Shapes: Q series in the baseline's execution order, S steps.
 """
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from probe.check import Check
-    from probe.judge import Judgement
+    from probe.judge.cells import Judgement
 
 NOT_JUDGED = 0
 ZERO = 1

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from probe.comparison import CheckResult, Comparison, Outcome, Verdict
+from probe.judge.comparison import CheckResult, Comparison, Outcome, Verdict
 from probe.report import words
 from probe.report.grid import CellGrid, encoded
 from probe.report.markdown import reproduce

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from probe.comparison import CheckResult, Comparison, Outcome, Verdict
+from probe.judge.comparison import CheckResult, Comparison, Outcome, Verdict
 from probe.report import words
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from probe.comparison import CheckResult, Comparison, Coverage, FirstDivergence, Outcome, Worst
+from probe.judge.comparison import CheckResult, Comparison, Coverage, FirstDivergence, Outcome, Worst
 
 
 def to_json(comparison: Comparison) -> str:

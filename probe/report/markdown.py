@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
-from probe.comparison import CheckResult, Comparison, RunSummary, Verdict, Worst
+from probe.judge.comparison import CheckResult, Comparison, RunSummary, Verdict, Worst
 from probe.report import words
 
 MOST = 20

@@ -10,8 +10,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from probe.inject import OF_TENSORS
-from probe.power import CheckPower, Power, unexpected
+from probe.judge.inject import OF_TENSORS
+from probe.judge.power import CheckPower, Power, unexpected
 from probe.report import words
 
 _COLUMNS = ("Check", "Changed", "Change", "Flagged", "Difference / tolerance", "Sees")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from probe.comparison import CheckResult, Comparison, Outcome, Verdict
+from probe.judge.comparison import CheckResult, Comparison, Outcome, Verdict
 from probe.report import words
 
 WIDTH = 100

@@ -12,7 +12,7 @@ from html import escape
 
 import numpy as np
 
-from probe.comparison import FirstDivergence
+from probe.judge.comparison import FirstDivergence
 from probe.point import Kind
 from probe.report import words
 from probe.report.grid import CellGrid

@@ -105,7 +105,7 @@ class StepRows:
     hash: npt.NDArray[np.uint64]
     """[Q, 2] xxh3_128 of the bits (high, low); 0, 0 where exactness is not judged."""
     text: tuple[str, ...]
-    """[Q] exact value of text, names, modes; where the part of a sharded tensor lies (`probe.parts`); else empty."""
+    """[Q] exact value of text, name, mode; where a part of a sharded tensor lies (`probe.store.parts`); else empty."""
     where: tuple[str, ...]
     """[Q] where the value was taken: a call site or the class of the module; may be empty."""
     tensors: dict[Key, FullTensor] = field(default_factory=dict)

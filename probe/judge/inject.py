@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from probe.errors import PlanError
+from probe.measure.series import BEFORE, CaptureLike
 from probe.point import Key, Kind
 from probe.selection import nearest
-from probe.series import BEFORE, CaptureLike
 from probe.sketch import reductions, sample_index, sketch
 from probe.store.dtypes import widen
 from probe.store.layout import SCALARS, FullTensor, StepRows

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from probe.judge.tolerance import Tolerances
+from probe.measure.series import FloatArray, sibling_name, unclipped
 from probe.point import Key
-from probe.series import FloatArray, sibling_name, unclipped
-from probe.tolerance import Tolerances
 
 SIBLING_SHARE = 3.0
 """A tolerance is never under a third of its largest sibling's: noise is zero-inflated (an optimizer step whose sign

@@ -10,11 +10,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from probe.comparison import RunSummary
 from probe.errors import IncomparableError, ToleranceError, listed
-from probe.kernels import attention_kernels, kernel_summary
-from probe.series import CaptureLike, perturbation
-from probe.tolerance import CalibratedRun
+from probe.judge.comparison import RunSummary
+from probe.judge.kernels import attention_kernels, kernel_summary
+from probe.judge.tolerance import CalibratedRun
+from probe.measure.series import CaptureLike, perturbation
 
 MOST_CHANGES = 40
 """Lines of configuration differences that are listed."""

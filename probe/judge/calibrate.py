@@ -19,18 +19,18 @@ from datetime import datetime, timezone
 import numpy as np
 
 from probe.check import NO_CHECK, Check, default_checks, owner
-from probe.differences import Axes
-from probe.distance import ASSUMED_EPSILONS
 from probe.errors import ToleranceError
-from probe.fit import bounds_of
-from probe.limits import with_siblings
+from probe.judge.fit import bounds_of
+from probe.judge.limits import with_siblings
+from probe.judge.provenance_changes import calibrated_run, check_same_job
+from probe.judge.repeats import Repeats, measure_repeats
+from probe.judge.tolerance import ALL_JUDGED, K, Tolerance, Tolerances
+from probe.measure.differences import Axes
+from probe.measure.distance import ASSUMED_EPSILONS
+from probe.measure.reduced import reduced
+from probe.measure.series import CaptureLike, FloatArray, perturbation
+from probe.measure.whole import whole
 from probe.point import Kind
-from probe.provenance_changes import calibrated_run, check_same_job
-from probe.reduced import reduced
-from probe.repeats import Repeats, measure_repeats
-from probe.series import CaptureLike, FloatArray, perturbation
-from probe.tolerance import ALL_JUDGED, K, Tolerance, Tolerances
-from probe.whole import whole
 
 MARGIN_TENSOR, MARGIN_NUMBER = 0.1, 0.01
 """A step is judged while the tolerance is below this share of what a scrambled run differs by. Numbers need more: other

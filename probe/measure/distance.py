@@ -24,9 +24,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from probe.measure.series import Alignment, BoolArray, FloatArray, IntArray
 from probe.point import Key, Kind
 from probe.reduction import SAMPLE
-from probe.series import Alignment, BoolArray, FloatArray, IntArray
 from probe.store.layout import StepRows
 
 TINY = 2.0**-100

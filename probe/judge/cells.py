@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from probe.check import DECLARED, NO_CHECK, Check, owner
-from probe.differences import MISSING, Differences
-from probe.limits import Limits
+from probe.judge.limits import Limits
+from probe.judge.tolerance import K
+from probe.measure.differences import MISSING, Differences
+from probe.measure.series import BEFORE, BoolArray, FloatArray, IntArray
 from probe.point import Kind
-from probe.series import BEFORE, BoolArray, FloatArray, IntArray
-from probe.tolerance import K
 
 CLEARLY = 3.0
 """Times the tight tolerance at which a parameter has moved by more than luck with three runs explains."""

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from probe.errors import CaptureError, listed
-from probe.provenance_changes import code_hash
-from probe.series import CaptureLike
-from probe.worktrees import Tree
+from probe.judge.provenance_changes import code_hash
+from probe.measure.series import CaptureLike
+from probe.protocol.worktrees import Tree
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*")
 

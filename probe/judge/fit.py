@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from probe.check import DECLARED, Check
-from probe.comparison import CheckResult
-from probe.judge import Judgement
-from probe.series import BoolArray
+from probe.judge.cells import Judgement
+from probe.judge.comparison import CheckResult
+from probe.measure.series import BoolArray
 
 MOST_TIMES = 10.0
 """A declared tolerance is vacuous when it is more than this many times what calibration would allow: the margin that

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from probe.bisect import OutOfRuns, Part, smallest
 from probe.capture import launch
 from probe.errors import CaptureError, listed
 from probe.plan import Plan, default_plan, load_plan
 from probe.point import Kind
-from probe.progress import Progress
+from probe.protocol.bisect import OutOfRuns, Part, smallest
+from probe.protocol.progress import Progress
 from probe.store.reader import Capture
 
 RUNS = 60

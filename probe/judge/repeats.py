@@ -15,12 +15,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from probe.differences import Axes, Collector, Stop, series_scale, walk
-from probe.distance import EPSILON_FLOAT32, Measured, measure, rounding_floor
 from probe.errors import ToleranceError
-from probe.loss_scale import as_backward_got
+from probe.measure.differences import Axes, Collector, Stop, series_scale, walk
+from probe.measure.distance import EPSILON_FLOAT32, Measured, measure, rounding_floor
+from probe.measure.loss_scale import as_backward_got
+from probe.measure.series import (
+    BEFORE,
+    Alignment,
+    BoolArray,
+    CaptureLike,
+    Catalog,
+    FloatArray,
+    SeriesIndex,
+    perturbation,
+)
 from probe.point import Kind
-from probe.series import BEFORE, Alignment, BoolArray, CaptureLike, Catalog, FloatArray, SeriesIndex, perturbation
 from probe.store.layout import StepRows
 
 FLOOR_EPSILONS = 8.0

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from probe.measure.series import CLIPPED, Alignment, FloatArray
 from probe.point import STEP_CLOCK, Key, Kind
 from probe.reduction import COUNT, SUM_SQUARES
-from probe.series import CLIPPED, Alignment, FloatArray
 from probe.store.layout import StepRows
 
 MICRO_LOSS = "micro_loss"

@@ -1,8 +1,8 @@
 """Add up the parts of sharded tensors, so that a sharded run has the same rows as one that is not.
 
-Every rank stored what it held (`probe.parts`). Sums and sketches of parts add up, norms are roots of sums of squares,
-largest values are largest of largest; samples are put together. Each rank of the group then has the whole row in place
-of its part. A whole of which a part is missing has no row. This module must not know how values are compared.
+Every rank stored what it held (`probe.store.parts`). Sums and sketches of parts add up, norms are roots of sums of
+squares, largest values are largest of largest; samples are put together. Each rank of the group then has the whole
+row in place of its part. A whole of which a part is missing has no row. This module must not know how values are compared.
 
 Shapes: Q rows of a segment, W wholes, K sketch buckets, N samples.
 """
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probe import parts
+from probe.measure.series import CaptureLike, View
 from probe.point import Key
-from probe.series import CaptureLike, View
+from probe.store import parts
 from probe.store.layout import SCALARS, StepRows
 
 

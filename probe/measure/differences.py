@@ -14,9 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from probe.distance import Measured
+from probe.measure.distance import Measured
+from probe.measure.series import (
+    Alignment,
+    BoolArray,
+    CaptureLike,
+    Catalog,
+    FloatArray,
+    IntArray,
+    SeriesIndex,
+    common_steps,
+)
 from probe.point import Key
-from probe.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, IntArray, SeriesIndex, common_steps
 from probe.store.layout import StepRows
 
 MISSING, UNEXPECTED = 1, 2

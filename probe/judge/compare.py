@@ -14,26 +14,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from probe import check_rows, provenance_changes
 from probe.check import NO_CHECK, Check, default_checks, owner
-from probe.comparison import Comparison, Coverage, FirstDivergence, Outcome, PairSummary
-from probe.differences import MISSING, UNEXPECTED, Axes, Collector, Differences, series_scale, walk
-from probe.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32, measure
 from probe.errors import IncomparableError, ToleranceError, listed
-from probe.fit import edits, fit_notes
-from probe.judge import Judgement, judge, spread_seen
-from probe.kernels import kernel_changes
-from probe.limits import Limits, edited, lay_out
-from probe.locate import locate
-from probe.loss_scale import MICRO_LOSS, agreed_scales, as_backward_got, divisors, microbatches
-from probe.microbatches import matched
-from probe.outcome import Gaps, decide
+from probe.judge import check_rows, provenance_changes
+from probe.judge.cells import Judgement, judge, spread_seen
+from probe.judge.comparison import Comparison, Coverage, FirstDivergence, Outcome, PairSummary
+from probe.judge.fit import edits, fit_notes
+from probe.judge.kernels import kernel_changes
+from probe.judge.limits import Limits, edited, lay_out
+from probe.judge.locate import locate
+from probe.judge.outcome import Gaps, decide
+from probe.judge.tolerance import Tolerances
+from probe.measure.differences import MISSING, UNEXPECTED, Axes, Collector, Differences, series_scale, walk
+from probe.measure.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32, measure
+from probe.measure.loss_scale import MICRO_LOSS, agreed_scales, as_backward_got, divisors, microbatches
+from probe.measure.microbatches import matched
+from probe.measure.reduced import reduced
+from probe.measure.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, SeriesIndex
+from probe.measure.whole import whole
 from probe.point import Key, Kind
-from probe.reduced import reduced
-from probe.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, SeriesIndex
 from probe.store.layout import StepRows
-from probe.tolerance import Tolerances
-from probe.whole import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def compare(
     Args:
         baselines: Runs of the unmodified code; the first gives the expected values.
         candidates: Runs of the branch. Only what is above tolerance in all of them is above.
-        tolerances: From `probe.calibrate`; None: assumed floors, by which nothing but bit-identity is equivalent.
+        tolerances: From `probe.judge.calibrate`; None: assumed floors, by which nothing but bit-identity is equivalent.
         checks: Rows of the table; None: the default ones.
         same_code: Allow both arms to have run the same code with the same command.
 

@@ -17,10 +17,10 @@ import numpy as np
 import xxhash
 
 from probe.check import PLAIN_FORM_EXISTS, Check
-from probe.loss_scale import as_backward_got
+from probe.measure.loss_scale import as_backward_got
+from probe.measure.series import CaptureLike, FloatArray, IntArray, View
 from probe.point import STEP_CLOCK, Key
 from probe.reduction import AS_JUDGED, COUNT, NORM, SAMPLE, SUM_SQUARES
-from probe.series import CaptureLike, FloatArray, IntArray, View
 from probe.store.layout import SAMPLES, SCALARS, SKETCH_K, StepRows
 
 

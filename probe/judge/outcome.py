@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from probe.comparison import CheckResult, Outcome, Verdict
-from probe.judge import Judgement
+from probe.judge.cells import Judgement
+from probe.judge.comparison import CheckResult, Outcome, Verdict
+from probe.judge.tolerance import Tolerances
+from probe.measure.series import BEFORE, FloatArray
 from probe.point import Kind
-from probe.series import BEFORE, FloatArray
-from probe.tolerance import Tolerances
 
 FAR = 10.0
 """Times the tolerance (30 x the spread) that identical code did not reach in three quantities at once in 880 runs."""

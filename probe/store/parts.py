@@ -2,8 +2,8 @@
 
 A sharded tensor is reduced on each rank where it lies, without talking to other ranks. The row's `shape` is the whole
 tensor's, its `numel` and numbers are the part's, and its `text` says which part, and which ranks hold the whole between
-them. Sums, squares and sketches of parts add up (`probe.whole`). This module must not know torch, nor how rows are
-stored.
+them. Sums, squares and sketches of parts add up (`probe.measure.whole`). This module must not know torch, nor how rows
+are stored.
 
 Forms of the text:
 

@@ -14,26 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from probe import own_imports, worktrees
-from probe.calibrate import calibrate
 from probe.capture import launch
-from probe.compare import compare_cells
-from probe.comparison import Comparison, Outcome
 from probe.errors import CaptureError, IncomparableError, listed
-from probe.outcome import ENOUGH_BASELINES, ENOUGH_CANDIDATES
+from probe.judge.calibrate import calibrate
+from probe.judge.compare import compare_cells
+from probe.judge.comparison import Comparison, Outcome
+from probe.judge.outcome import ENOUGH_BASELINES, ENOUGH_CANDIDATES
+from probe.judge.provenance_changes import code_hash
+from probe.judge.tolerance import Tolerances, save
 from probe.plan import Plan, default_checks, default_plan, load_plan
 from probe.point import Kind
-from probe.progress import Progress
-from probe.provenance_changes import code_hash
+from probe.protocol import own_imports, worktrees
+from probe.protocol.progress import Progress
+from probe.protocol.verify_state import State, digest, locked, open_state
 from probe.store.folder import create_capture
 from probe.store.layout import NOTES_FOLDER
 from probe.store.reader import Capture, open_capture
-from probe.tolerance import Tolerances, save
-from probe.verify_state import State, digest, locked, open_state
 
 if TYPE_CHECKING:
     from probe.check import Check
-    from probe.judge import Judgement
+    from probe.judge.cells import Judgement
 
 ROUNDS = 2
 """How often runs are added to an inconclusive result: with five baselines and two candidates nothing is left open."""

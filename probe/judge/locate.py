@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from probe.check_rows import place_of, values_of
-from probe.comparison import FirstDivergence, Origin, Place
-from probe.differences import MISSING
-from probe.judge import Judgement
+from probe.judge.cells import Judgement
+from probe.judge.check_rows import place_of, values_of
+from probe.judge.comparison import FirstDivergence, Origin, Place
+from probe.measure.differences import MISSING
+from probe.measure.series import BEFORE, CLIPPED, BoolArray, FloatArray
 from probe.point import Key, Kind
-from probe.series import BEFORE, CLIPPED, BoolArray, FloatArray
 
 LARGEST_MARGIN = 3.0
 """Ratio to the tight tolerance that is asked of the first divergence when the rest of the evidence is overwhelming."""

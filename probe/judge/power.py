@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from probe.check import Check
-from probe.compare import compare_cells
-from probe.comparison import Comparison
 from probe.errors import IncomparableError, listed
-from probe.inject import DROP_RANK, OF_TENSORS, SCALE, SHIFT_STEP, ChangedCapture, Injection, kept_whole
-from probe.judge import Judgement
+from probe.judge.cells import Judgement
+from probe.judge.compare import compare_cells
+from probe.judge.comparison import Comparison
+from probe.judge.inject import DROP_RANK, OF_TENSORS, SCALE, SHIFT_STEP, ChangedCapture, Injection, kept_whole
+from probe.judge.tolerance import Tolerances
+from probe.measure.series import BoolArray, CaptureLike
 from probe.point import Key, Kind
 from probe.reduction import COUNT, SUM_SQUARES
-from probe.series import BoolArray, CaptureLike
-from probe.tolerance import Tolerances
 
 NEAR = 0.5
 """A change within this part of the limit is near it: the noise of sound code takes a third of a tolerance that is three

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from probe.errors import listed
+from probe.measure.series import CaptureLike
 from probe.point import Kind
-from probe.series import CaptureLike
 
 PREFIX = "attention."
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from probe.loss_scale import LOSS_SCALE, MICRO_LOSS, microbatches
+from probe.measure.loss_scale import LOSS_SCALE, MICRO_LOSS, microbatches
 from probe.point import STEP_CLOCK, Key, Kind
 from probe.store.layout import SCALARS, StepRows
 

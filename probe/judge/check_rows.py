@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from probe.check import DECLARED, NO_CHECK, Check, is_default
-from probe.comparison import CheckResult, Place, Verdict, Worst
-from probe.differences import MISSING, UNEXPECTED
-from probe.fit import fit
-from probe.judge import Judgement
-from probe.limits import Limits
+from probe.judge.cells import Judgement
+from probe.judge.comparison import CheckResult, Place, Verdict, Worst
+from probe.judge.fit import fit
+from probe.judge.limits import Limits
+from probe.measure.differences import MISSING, UNEXPECTED
+from probe.measure.series import BoolArray
 from probe.point import STEP_CLOCK
 from probe.reduction import SAMPLE, in_words
-from probe.series import BoolArray
 
 _TENSOR = "||a - b|| / ||b|| (sketch)"
 _NUMBER = "|a - b| / median |b|"
