@@ -2,7 +2,8 @@
 
 Every rank stored what it held (`probe.store.parts`). Sums and sketches of parts add up, norms are roots of sums of
 squares, largest values are largest of largest; samples are put together. Each rank of the group then has the whole
-row in place of its part. A whole of which a part is missing has no row. This module must not know how values are compared.
+row in place of its part. A whole of which a part is missing has no row. This module must not know how values are
+compared.
 
 Shapes: Q rows of a segment, W wholes, K sketch buckets, N samples.
 """
