@@ -7,6 +7,7 @@ stored or compared.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ __all__ = [
     "plan_from_dict",
 ]
 
-_RECORD_KEYS = ("exclude", "full", "include", "kinds", "steps")
+_RECORD_KEYS = ("calls", "exclude", "full", "include", "inside_compiled", "kinds", "steps")
 _CHECK_KEYS = (
     "abs",
     "form",
@@ -63,6 +64,9 @@ _CHECK_KEYS = (
     "window",
     "without",
 )
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""`package.module:function` or `package.module:Class.method`."""
+
 _TOP_KEYS = ("check", "default_checks", "record")
 
 _T = TypeVar("_T")
@@ -79,11 +83,15 @@ class Plan:
     """Selections that are not recorded, included or not."""
     full: tuple[str, ...] = ()
     """Selections whose tensors are kept whole beside their summaries."""
+    inside_compiled: tuple[str, ...] = ()
+    """Selections of modules that are tapped although they lie inside a compiled region."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """Functions whose arguments and results are recorded: (name, import path `package.module:function`)."""
     steps: StepSet = ALL_STEPS
     checks: tuple[Check, ...] = ()
 
     def __post_init__(self) -> None:
-        for selection in (*self.include, *self.exclude, *self.full):
+        for selection in (*self.include, *self.exclude, *self.full, *self.inside_compiled):
             split_kind(selection)
 
     def records(self, kind: Kind, name: str, item: str = "") -> bool:
@@ -103,6 +111,10 @@ class Plan:
         """Say whether a quantity's tensor is kept whole."""
         return bool(self.full) and matches(patterns_by_kind(self.full)[kind], name, item)
 
+    def taps_inside(self, name: str) -> bool:
+        """Say whether a module is tapped although it lies inside a compiled region."""
+        return bool(self.inside_compiled) and matches(patterns_by_kind(self.inside_compiled)[Kind.FORWARD], name, "")
+
     def narrowed(self, *, steps: str | None = None, full: Iterable[str] = ()) -> Plan:
         """Return the plan with the steps, and the further full tensors, of a command line."""
         wanted = self.steps if steps is None else parse_steps(steps)
@@ -115,6 +127,8 @@ class Plan:
             "include": list(self.include),
             "exclude": list(self.exclude),
             "full": list(self.full),
+            "inside_compiled": list(self.inside_compiled),
+            "calls": dict(self.calls),
             "steps": str(self.steps),
         }
         return {"record": record, "check": [_check_as_dict(check) for check in self.checks], "default_checks": False}
@@ -192,12 +206,16 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
         raise PlanError(f"Key 'check' of the plan is {_described(entries)}, not a list of tables. Write [[check]].")
     checks = tuple(_check(_table(entry, f"check {number}"), number) for number, entry in enumerate(entries, 1))
     with_defaults = _typed(data, "default_checks", bool, "true or false", "the plan", True)
-    include, exclude, full = (_selections(record, name, "[record]", ()) for name in ("include", "exclude", "full"))
+    include, exclude, full, inside = (
+        _selections(record, name, "[record]", ()) for name in ("include", "exclude", "full", "inside_compiled")
+    )
     return Plan(
         kinds=kinds,
         include=include,
         exclude=exclude,
         full=full,
+        inside_compiled=inside,
+        calls=_calls(record),
         steps=_steps(record, "[record]") or ALL_STEPS,
         checks=checks + (default_checks() if with_defaults else ()),
     )
@@ -296,6 +314,24 @@ def _selections(table: Mapping[str, Any], key: str, where: str, default: tuple[s
     except PlanError as error:
         raise PlanError(f"Key {key!r} of {where} cannot be used. {error}") from None
     return selections
+
+
+def _calls(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Read the functions to record: a list of import paths, or a table of names and import paths."""
+    value = record.get("calls", ())
+    if isinstance(value, dict):
+        named = dict(value)
+    else:
+        named = {path: path for path in _texts(record, "calls", "[record]")} if "calls" in record else {}
+    for name, path in named.items():
+        if not isinstance(path, str) or not _IMPORT_PATH.fullmatch(path):
+            raise PlanError(
+                f"Key 'calls' of [record] has {path!r}, which is no import path of a function. "
+                "Write 'package.module:function' or 'package.module:Class.method'."
+            )
+        if not name:
+            raise PlanError(f"Key 'calls' of [record] has an empty name for {path!r}. Give the function a name.")
+    return tuple((name.replace(":", "."), path) for name, path in named.items())
 
 
 def _kinds(table: Mapping[str, Any], where: str) -> tuple[Kind, ...]:

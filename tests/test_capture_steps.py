@@ -11,7 +11,7 @@ import pytest
 from probe.capture.launch import NOTHING_RECORDED
 from probe.point import Kind
 from probe.store.layout import StepRows
-from probe.store.reader import Capture
+from probe.store.reader import Capture, open_capture
 from tests.recording import by_label, command, probe, record
 
 Runs = Callable[..., Capture]
@@ -174,6 +174,16 @@ def test_a_moving_average_of_the_weights_is_no_model_that_is_trained(runs: Runs)
     assert names(rows, Kind.PARAM) == PARAMETERS
     once = [key for key in plain.rows(0, 2).keys if key.microbatch < 1]
     assert [key for key in rows.keys if key.kind is not Kind.STATE] == [k for k in once if k.kind is not Kind.STATE]
+
+
+def test_a_copy_and_a_pickle_of_the_model_neither_record_nor_need_this_package(tmp_path: Path) -> None:
+    words = command("loops.py", "copies")
+    done = probe("record", "-o", str(tmp_path / "c"), "--", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == '{"names_probe": false}\n' * 3
+    # The copies' backward passes are microbatches 0 and 1: nothing was recorded in them.
+    forward = [key.label for key in open_capture(tmp_path / "c").rows(0, 2).keys if key.kind is Kind.FORWARD]
+    assert forward == ["forward/0@2", "forward/1@2", "forward/2@2", "forward/(root)@2"]
 
 
 def test_data_parallel_is_refused_at_the_end_of_the_run_with_what_to_use(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import xxhash
 from torch import nn
 
 from probe.capture import names
+from probe.capture.hook import Hook
 from probe.errors import PlanError
 
 SHARE = {torch.bfloat16: 0.02, torch.float16: 0.02}
@@ -115,7 +116,7 @@ def perturb_outputs(
         # A leaf without parameters (dropout, an activation) sums nothing: another order of summation cannot move it.
         leaf = not any(child is not None for child in entry.module._modules.values())
         if leaf and entry.module._parameters:
-            handles.append(entry.module.register_forward_hook(_named(hook, entry.name), prepend=True))
+            handles.append(entry.module.register_forward_hook(Hook(_named(hook, entry.name)), prepend=True))
     return handles
 
 

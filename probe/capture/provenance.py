@@ -69,6 +69,7 @@ def manifest(request: Request, world_size: int, imported: tuple[str, ...] | None
             "seed": request.seed,
             "steps": request.steps,
             "perturb": request.perturb,
+            "step_offset": request.step_offset,
             "plan": request.plan,
         },
         "provenance": {} if imported is None else provenance(imported),

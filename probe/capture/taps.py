@@ -22,6 +22,7 @@ import xxhash
 from torch import nn
 
 from probe.capture import names
+from probe.capture.hook import Hook
 from probe.capture.recorder import Recorder, step_key
 from probe.point import Key, Kind
 
@@ -127,7 +128,7 @@ class Taps:
         for entry in self.modules:
             region = next((p for p in compiled_roots if _under(entry.path, p)), None)
             if region is not None:
-                if entry.name not in named:
+                if entry.name not in named and not entry.wrapper and not self._tap_inside(entry):
                     self.inside_compiled.append(entry.name)
                 continue
             if isinstance(entry.module, optimized):
@@ -149,13 +150,26 @@ class Taps:
             inside = any(_under(entry.path, region) for region in compiled_roots)
             entered = entry.name == self.root or entry.module in self._entries
             if entered and not inside and entry.module._compiled_call_impl is None:
-                self._handles.append(entry.module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                self._handles.append(entry.module.register_forward_hook(self._leave, always_call=True))
+                self._handles.append(entry.module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
+                self._handles.append(entry.module.register_forward_hook(Hook(self._leave), always_call=True))
 
     def _hook(self, entry: names.NamedModule) -> None:
         self._names[id(entry.module)] = (entry.name, type(entry.module).__name__)
         if not self._ignored(entry):
-            self._handles.append(entry.module.register_forward_hook(self._forward))
+            self._handles.append(entry.module.register_forward_hook(Hook(self._forward)))
+
+    def _tap_inside(self, entry: names.NamedModule) -> bool:
+        """Tap a module inside a compiled region if the plan asks for it, and say whether it does."""
+        if self._ignored(entry) or not self.recorder.plan.taps_inside(entry.name):
+            return False
+        # It imports parts of torch that a job without compiled regions has no use for.
+        from probe.capture import compiled_tap
+
+        where = type(entry.module).__name__
+        self._names[id(entry.module)] = (entry.name, where)
+        point = _Inside(self, entry.module, entry.name, f"{where} (inside a compiled region)")
+        self._handles.append(compiled_tap.tap_module(entry.module, point))
+        return True
 
     def _ignored(self, entry: names.NamedModule) -> bool:
         # What a plan leaves out is not even hooked: that a module has a hook can be what disturbs a run.
@@ -234,6 +248,15 @@ class Taps:
             return
         self._open = max(0, self._open - 1)
 
+    @property
+    def training(self) -> bool:
+        """Tell whether a training forward pass of the model is under way."""
+        return self._open > 0 and not self._quiet_entry
+
+    def take_output(self, module: nn.Module, output: Any) -> None:
+        """Take the output of a module that was called eagerly."""
+        self._forward(module, (), output)
+
     def settle(self) -> None:
         """Forget calls that an exception left open. Called at each step."""
         self._open = 0
@@ -294,6 +317,42 @@ class Taps:
         recorder = self.recorder
         if recorder.recording and recorder.step == step:
             recorder.tensor(key, gradient, where)
+
+
+class _Inside:
+    """A module inside a compiled region; its values come from an operation in the graph."""
+
+    def __init__(self, taps: Taps, module: nn.Module, name: str, where: str) -> None:
+        self._taps, self._module, self._name, self._where = taps, module, name, where
+        self._awaited: dict[str, list[tuple[int, int, int]]] = {}
+        """(step, microbatch, call) of the outputs of an item whose gradient has not come yet."""
+
+    def output(self, item: str, tensor: torch.Tensor) -> None:
+        """Take an output; gradients are off in here, so that a training pass is told by the model's own call."""
+        recorder = self._taps.recorder
+        if not self._taps.training or not recorder.recording:
+            return
+        call = recorder.next_call(Kind.FORWARD, self._name, item)
+        microbatch = recorder.microbatch
+        key = Key(kind=Kind.FORWARD, name=self._name, item=item, microbatch=microbatch, call=call)
+        recorder.tensor(key, tensor, self._where)
+        if call == 0 and microbatch == 0:
+            self._awaited.pop(item, None)  # of outputs that no gradient reached
+        self._awaited.setdefault(item, []).append((recorder.step, microbatch, call))
+
+    def gradient(self, item: str, tensor: torch.Tensor) -> None:
+        """Take a gradient: that of the latest output which has none yet, for backward goes the other way."""
+        recorder = self._taps.recorder
+        if not recorder.recording or not self._awaited.get(item):
+            return
+        step, microbatch, call = self._awaited[item].pop()
+        if step == recorder.step:
+            key = Key(kind=Kind.BACKWARD, name=self._name, item=item, microbatch=microbatch, call=call)
+            recorder.tensor(key, tensor, self._where)
+
+    def eager(self, output: Any) -> None:
+        """Take the output of a call that was not compiled after all."""
+        self._taps.take_output(self._module, output)
 
 
 def _under(path: str, region: str) -> bool:

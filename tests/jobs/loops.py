@@ -1,6 +1,8 @@
 """Training loops of many forms that know nothing of the recorder. Run by the tests as a user would run theirs."""
 
 import argparse
+import copy
+import io
 import json
 
 import torch
@@ -217,6 +219,22 @@ def ema(a):
         average.update_parameters(model)
         with torch.no_grad():
             average(x)
+
+
+def copies(a):
+    """The model is copied and saved whole after each update, and the copy is called; the file must load anywhere."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for ((x,),) in zip(batches(a.steps)):
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for copied in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            copied(x).sum().backward()
+        told(names_probe=b"probe" in file.getvalue())
 
 
 def loose(a):
