@@ -158,9 +158,18 @@ def test_baselines_that_saw_other_data_are_refused() -> None:
     )
 
 
+def test_what_bit_identical_runs_lack_is_not_a_third_one() -> None:
+    plain = run("base-0", noise=0.0)
+    assert [note[:20] for note in calibrate([plain, run("base-1", noise=0.0)]).notes] == ["All runs are bit-ide"]
+    assert calibrate([plain, run("ulp-1", run_seed=1, noise=1e-5, perturb="ulp:1")]).notes == (
+        "Two runs were calibrated from. Record two more perturbed ones: the spread of a single pair can be small by "
+        "luck.",
+    )
+
+
 def test_two_runs_are_enough_with_a_warning() -> None:
     assert calibrate(baselines(2)).notes == (
-        "Two runs were given. Three are recommended: a spread of two can be small by luck.",
+        "Two runs were calibrated from. Record a third one: the spread of a single pair can be small by luck.",
     )
 
 

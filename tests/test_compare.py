@@ -17,7 +17,17 @@ from probe.check import Check, default_checks
 from probe.errors import IncomparableError, ToleranceError
 from probe.judge.calibrate import calibrate
 from probe.judge.compare import compare
-from probe.judge.comparison import CheckResult, Comparison, Coverage, Outcome, PairSummary, Verdict
+from probe.judge.comparison import (
+    Calibration,
+    CheckResult,
+    CodeChange,
+    Comparison,
+    Coverage,
+    Outcome,
+    PairSummary,
+    Verdict,
+    Wanted,
+)
 from probe.judge.tolerance import Tolerances
 from probe.point import Key, Kind
 from probe.selection import parse_steps
@@ -97,6 +107,7 @@ def test_one_red_quantity_is_provisional_and_the_runs_to_add_are_named() -> None
     assert comparison.more_runs == (
         "Record two more baselines and one more candidate, calibrate with all baselines, and compare all candidates."
     )
+    assert comparison.wanted == Wanted(baselines=2, candidates=1, calibration=True)
     assert (
         "Provisionally, the first divergence is forward of blocks.1 at step 1, ranks 0, 1 (forward)."
         in comparison.reason
@@ -383,7 +394,30 @@ def test_without_tolerances_only_bit_identity_is_equivalent() -> None:
     off = judged(candidate(fault=breaks(Kind.FORWARD, "blocks.0")), tolerances=None)
     assert [c.outcome for c in (same, near, off)] == [Outcome.EQUIVALENT, Outcome.INCONCLUSIVE, Outcome.INCONCLUSIVE]
     assert all(check.assumed for check in off.checks if check.form == "calibrated")
-    assert off.more_runs == "Record the unmodified code three times, calibrate, and compare with -t."
+    assert off.more_runs == "Calibrate with the baselines, and compare with -t."
+    assert off.wanted == Wanted(calibration=True)
+
+
+def test_without_tolerances_the_runs_that_a_calibration_lacks_are_named() -> None:
+    one = compare(BASE[:1], [candidate(noise=1e-7)], None)
+    assert (one.outcome, one.more_runs) == (
+        Outcome.INCONCLUSIVE,
+        "Record two more baselines, calibrate, and compare with -t. Where repeats are bit-identical, calibrate with "
+        "runs of the unmodified code recorded with `probe record --perturb ulp:1`, `ulp:2` and `ulp:3`.",
+    )
+    assert one.wanted == Wanted(baselines=2, if_identical=("ulp:1", "ulp:2", "ulp:3"), calibration=True)
+    identical = compare(baselines(2, ranks=2, noise=0.0), [candidate(noise=1e-7)], None)
+    assert identical.more_runs == (
+        "The baselines are bit-identical: record three runs of the unmodified code with `probe record --perturb "
+        "ulp:1`, `ulp:2` and `ulp:3`, calibrate with them, and compare with -t."
+    )
+    assert identical.wanted == Wanted(perturbed=("ulp:1", "ulp:2", "ulp:3"), calibration=True)
+
+
+def test_what_code_differs_and_what_the_tolerances_come_from_is_part_of_the_comparison() -> None:
+    found = judged(candidate())
+    assert found.code == CodeChange(changed=("train.py",))
+    assert found.calibration == Calibration(k=3.0, runs=TOLERANCES.runs)
 
 
 def test_other_code_with_the_same_bits_is_asked_whether_it_ran() -> None:
@@ -412,6 +446,7 @@ def test_assumed_floors_call_nothing_different_that_only_shows_after_an_update()
         "Repeats are bit-identical: record three runs of the unmodified code with `probe record --perturb ulp:1`, "
         "`ulp:2` and `ulp:3`, and calibrate with them."
     )
+    assert compare(base, [late], assumed).wanted == Wanted(perturbed=("ulp:1", "ulp:2", "ulp:3"), calibration=True)
 
 
 def test_tolerances_from_other_code_are_used_and_said_to_be() -> None:
@@ -452,6 +487,7 @@ def test_deterministic_baselines_ask_for_perturbed_runs_and_five_of_them_settle_
         "Repeats are bit-identical: record two more perturbed runs of the unmodified code "
         "(`probe record --perturb ulp:4` and so on), calibrate with all, and compare again."
     )
+    assert three.wanted == Wanted(perturbed=("ulp:4", "ulp:5"), calibration=True)
     assert five.outcome is Outcome.DIFFERENT
 
 

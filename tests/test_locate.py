@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from test_compare import BASE, candidate, judged, only
 
 from probe.judge.calibrate import calibrate
 from probe.judge.compare import compare
-from probe.judge.comparison import FirstDivergence, Origin, Place
+from probe.judge.comparison import FirstDivergence, Origin, Place, Shown
 from probe.point import Key, Kind
 from probe.store.layout import StepRows
 
@@ -38,12 +39,48 @@ def test_the_inner_module_is_named_and_not_the_one_that_contains_it() -> None:
     assert (found.ranks, found.phase, found.origin) == ((0, 1), "forward", Origin.HERE)
     assert found.difference == pytest.approx(0.01, rel=0.2)
     assert found.because.startswith(
-        "Everything recorded before it in the step is within tolerance, last forward/blocks.0 ("
+        "Everything compared before it in the step is within tolerance, last forward/blocks.0 ("
     )
     assert found.after == "After it, 34 of 38 values of step 2 are off, and 40 of 46 in later steps."
     assert found.next == (
         "Look at the code that feeds 'blocks.1.attn' (what is no module there can be named with `probe.tap`), or keep "
-        "the tensors around it whole in both arms: probe record --steps 2 --full 'forward/blocks.1*' -- CMD."
+        "the tensors around it whole in both arms and compare again."
+    )
+    assert found.keep == ("forward/blocks.0", "forward/blocks.1", "forward/blocks.1.*")
+    assert found.shown is Shown.L2_NORM
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "keep"),
+    [
+        (Kind.LOSS, "micro_loss", ("forward/blocks.2", "loss/micro_loss")),
+        (Kind.BACKWARD, "blocks.1.attn", ("backward/blocks.1", "backward/blocks.1.*")),
+        (
+            Kind.GRAD,
+            "blocks.0.lora_A.weight",
+            (
+                "backward/blocks.0.attn",
+                "grad/blocks.0.lora_A.weight",
+                "forward/blocks.0.lora_A",
+                "backward/blocks.0.lora_A",
+            ),
+        ),
+        (Kind.PARAM, "blocks.1.lora_A.weight", ("param/blocks.1.lora_A.weight", "grad/blocks.1.lora_A.weight")),
+        (Kind.GRAD_NORM, "grad_norm", ()),
+    ],
+)
+def test_what_is_worth_keeping_whole_is_what_enters_the_place_and_what_surrounds_it(
+    kind: Kind, name: str, keep: tuple[str, ...]
+) -> None:
+    assert located(candidate(fault=breaks(kind, name, step=2))).keep == keep
+
+
+def test_something_that_the_candidate_lacks_is_looked_for_and_not_kept_whole() -> None:
+    lost = located(candidate(fault=only(Kind.GRAD, "blocks.1.lora_A.weight", lambda value: None)))
+    assert (lost.actual, lost.keep, lost.next) == (
+        "missing",
+        (),
+        "Find out why the candidate has no grad of 'blocks.1.lora_A.weight' at step 1.",
     )
 
 
@@ -154,6 +191,18 @@ def test_luck_ahead_of_an_overwhelming_fault_is_not_the_first_divergence() -> No
     lucky = only(Kind.FORWARD, "blocks.0.attn", lambda value: value * (1 + 4 * tight), step=1)
     found = located(candidate(fault=both(lucky, breaks(Kind.FORWARD, "blocks.2.attn", step=2, size=0.3))))
     assert (found.place.name, found.place.step) == ("blocks.2.attn", 2)
+
+
+def test_what_may_be_luck_ahead_of_the_place_is_said() -> None:
+    tight = calibrate(BASE).members()["forward/blocks.0.attn"].spread[0]
+    lucky = only(Kind.FORWARD, "blocks.0.attn", lambda value: value * (1 + 5 * tight), step=1)
+    found = located(candidate(fault=both(lucky, breaks(Kind.FORWARD, "blocks.2.attn", step=1, size=0.3))))
+    assert (found.place.name, found.origin) == ("blocks.2.attn", Origin.HERE)
+    assert re.fullmatch(
+        r"The last compared before it, forward/blocks\.1, is within tolerance \([0-9.]+ x its tight tolerance\); the "
+        r"highest before it, forward/blocks\.0\.attn, is at [12]\.?[0-9]* x, which may be chance\.",
+        found.because,
+    )
 
 
 def test_only_what_all_candidates_share_is_located() -> None:

@@ -8,8 +8,16 @@ import pytest
 from synthetic import SyntheticCapture, run
 
 from probe.errors import IncomparableError, ToleranceError
-from probe.judge.comparison import RunSummary
-from probe.judge.provenance_changes import calibrated_run, changes, check_comparable, check_same_job, run_summary
+from probe.judge.comparison import CodeChange, RunSummary
+from probe.judge.provenance_changes import (
+    calibrated_run,
+    changes,
+    check_comparable,
+    check_same_job,
+    code_change,
+    perturbations,
+    run_summary,
+)
 from probe.judge.tolerance import CalibratedRun
 
 
@@ -83,6 +91,28 @@ def test_files_are_compared_by_their_path_inside_the_tree() -> None:
     assert changes(one, two) == ("code: 1 file differs: n.py",)
 
 
+def test_files_that_differ_are_told_apart_by_which_arm_ran_them_and_where_they_lie() -> None:
+    files = {"/one/same.py": "x", "/one/m.py": "x", "/one/gone.py": "y", "/opt/tool.py": "1"}
+    others = {"/two/same.py": "x", "/two/m.py": "z", "/two/new.py": "y", "/opt/tool.py": "2"}
+    one = with_provenance(run("a"), trees=[tree("a", root="/one")], code={"hash": "1", "files": files})
+    two = with_provenance(run("b"), trees=[tree("a", root="/two")], code={"hash": "2", "files": others})
+    assert code_change(one, two) == CodeChange(
+        changed=("m.py",), added=("new.py",), removed=("gone.py",), outside=("/opt/tool.py",)
+    )
+    assert code_change(one, one) == CodeChange()
+    assert code_change(one, replace(two, manifest={})) is None
+
+
+def test_a_run_in_half_precision_is_perturbed_layer_by_layer() -> None:
+    capture = run("a", steps=(1,))
+    half = capture.edited(lambda rows: replace(rows, dtype=("bfloat16",) * len(rows.dtype)))
+    assert [perturbations(each) for each in (capture, half)] == [
+        ("ulp:1", "ulp:2", "ulp:3"),
+        ("layer:1", "layer:2", "layer:3"),
+    ]
+    assert perturbations(capture, 4, 2) == ("ulp:4", "ulp:5")
+
+
 def test_repeats_of_one_job_need_no_warning() -> None:
     assert check_same_job([run(name) for name in "abc"]) == ()
 
@@ -121,7 +151,6 @@ def test_doubts_about_repeats_are_warnings() -> None:
         replace(run("b", command=("python", "train.py", "--run-id", "1")), problems=("rank 3 is missing",)),
     ]
     assert check_same_job(runs) == (
-        "Two runs were given. Three are recommended: a spread of two can be small by luck.",
         "The command of b differs from that of a: 'python train.py --run-id 1', not 'python train.py'.",
         "b: rank 3 is missing",
     )

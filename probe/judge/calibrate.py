@@ -22,7 +22,7 @@ from probe.check import NO_CHECK, Check, default_checks, owner
 from probe.errors import ToleranceError
 from probe.judge.fit import bounds_of
 from probe.judge.limits import with_siblings
-from probe.judge.provenance_changes import calibrated_run, check_same_job
+from probe.judge.provenance_changes import FEW_RUNS, calibrated_run, check_same_job, few_runs, perturbations
 from probe.judge.repeats import Repeats, measure_repeats
 from probe.judge.tolerance import ALL_JUDGED, K, Tolerance, Tolerances
 from probe.measure.differences import Axes
@@ -71,11 +71,14 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
     repeats = measure_repeats(ordered, axes)
     assumed = repeats.identical and not any(perturbation(capture) for capture in ordered)
     if assumed:
+        first, *others = (f"`{how}`" for how in perturbations(ordered[0]))
         notes.append(
             "All runs are bit-identical, so nothing was measured: tolerances are assumed floors of "
             f"{ASSUMED_EPSILONS:.0f} eps of the recorded type. Record runs of the unmodified code with "
-            "`probe record --perturb ulp:1`, `ulp:2` and `ulp:3`, and calibrate with them."
+            f"`probe record --perturb {first[1:]}, {' and '.join(others)}, and calibrate with them."
         )
+    elif len(ordered) == FEW_RUNS:
+        notes.insert(0, few_runs(repeatable=repeats.identical))
     allowed = _allow(repeats, k, assumed)
     families = _families(repeats, allowed, assumed, checks)
     return Tolerances(

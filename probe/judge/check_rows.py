@@ -14,7 +14,7 @@ import numpy as np
 
 from probe.check import DECLARED, NO_CHECK, Check, is_default
 from probe.judge.cells import Judgement
-from probe.judge.comparison import CheckResult, Place, Verdict, Worst
+from probe.judge.comparison import CheckResult, Place, Shown, Verdict, Worst
 from probe.judge.fit import fit
 from probe.judge.limits import Limits
 from probe.measure.differences import MISSING, UNEXPECTED
@@ -137,6 +137,15 @@ def values_of(judgement: Judgement, s: int, r: int, cell: int) -> tuple[float | 
     return float(d.expected[s, r, cell]), float(d.actual[s, r, cell])
 
 
+def shown_of(judgement: Judgement, s: int, r: int, cell: int) -> Shown:
+    """Return what `values_of` returns for a cell."""
+    d = judgement.differences
+    texts = d.texts.get((s, r, cell))
+    if texts is not None:
+        return Shown.TEXT if any(isinstance(text, str) for text in texts) else Shown.VALUE
+    return Shown.VALUE if d.single[s, r, cell] else Shown.L2_NORM
+
+
 def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None) -> CheckResult | None:
     d = judgement.differences
     mine = np.broadcast_to((judgement.check == number)[:, None, d.index.of_cell], d.present.shape)
@@ -235,6 +244,7 @@ def _worst(judgement: Judgement, cells: BoolArray, check: Check) -> Worst | None
         if check.form != "record only" or check.bound
         else float("nan"),
         spread=float("nan") if judgement.exact[s, r, cell] else float(judgement.spread[s, r, cell]),
+        shown=shown_of(judgement, s, r, cell),
     )
 
 

@@ -18,12 +18,12 @@ from probe.check import NO_CHECK, Check, default_checks, owner
 from probe.errors import IncomparableError, ToleranceError, listed
 from probe.judge import check_rows, provenance_changes
 from probe.judge.cells import Judgement, judge, spread_seen
-from probe.judge.comparison import Comparison, Coverage, FirstDivergence, Outcome, PairSummary
+from probe.judge.comparison import Calibration, Comparison, Coverage, FirstDivergence, Outcome, PairSummary
 from probe.judge.fit import edits, fit_notes
 from probe.judge.kernels import kernel_changes
 from probe.judge.limits import Limits, edited, lay_out
 from probe.judge.locate import locate
-from probe.judge.outcome import Gaps, decide
+from probe.judge.outcome import Baselines, Gaps, decide
 from probe.judge.tolerance import Tolerances
 from probe.measure.differences import MISSING, UNEXPECTED, Axes, Collector, Differences, series_scale, walk
 from probe.measure.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32, measure
@@ -99,7 +99,13 @@ def compare_cells(
     judgements = [judged[0, len(baselines) + c] for c in range(len(candidates))]
     rows = check_rows.rows(checks, judgements, limits)
     coverage = _coverage([judgement.differences for judgement in judgements])
-    decision = decide(judgements, rows, tolerances, _gaps(baselines[0], candidates, judgements))
+    decision = decide(
+        judgements,
+        rows,
+        tolerances,
+        _gaps(baselines[0], candidates, judgements),
+        _known_of(baselines, measured),
+    )
     located = locate(judgements) if decision.outcome in (Outcome.DIFFERENT, Outcome.INCONCLUSIVE) else None
     summaries = tuple(
         provenance_changes.run_summary(run, "baseline" if number < len(baselines) else "candidate")
@@ -123,8 +129,21 @@ def compare_cells(
             *_notes(baselines, candidates, judgements, measured, tolerances, index, flaky, checks),
         ),
         more_runs=decision.more_runs,
+        wanted=decision.wanted,
+        code=provenance_changes.code_change(baselines[0], candidates[0]),
+        calibration=None if tolerances is None else Calibration(k=tolerances.k, runs=tolerances.runs),
     )
     return comparison, tuple(judgements)
+
+
+def _known_of(baselines: Sequence[CaptureLike], measured: _Measured) -> Baselines:
+    of_pairs = [d for (_, two), d in measured.pairs.items() if two < len(baselines)]
+    same = all(bool((d.identical | d.exact)[d.present].all()) and not d.absent.any() for d in of_pairs)
+    return Baselines(
+        count=len(baselines),
+        repeat=same if of_pairs else None,
+        perturbations=provenance_changes.perturbations(baselines[0]),
+    )
 
 
 def _axes(baselines: Sequence[CaptureLike], candidates: Sequence[CaptureLike]) -> Axes:
@@ -336,8 +355,8 @@ def _notes(
         code = provenance_changes.code_hash(baselines[0])
         if code and any(run.code and run.code != code for run in tolerances.runs):
             notes.append("The tolerances were calibrated from other code than the baseline's.")
-        if len(tolerances.runs) == 2:
-            notes.append("Two runs were calibrated from. Three are recommended: a spread of two can be small by luck.")
+        if len(tolerances.runs) == provenance_changes.FEW_RUNS and not tolerances.assumed:
+            notes.append(provenance_changes.few_runs(repeatable=tolerances.repeatable))
         changed = edited(tolerances, dict(zip(index.labels, index.keys, strict=True)))
         if changed:
             notes.append(f"Tolerances edited since calibration: {listed(changed)}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from probe.judge.tolerance import CalibratedRun
 from probe.point import Kind
 
 
@@ -24,6 +25,16 @@ class Outcome(str, Enum):
     def exit_status(self) -> int:
         """Status that `probe diff` exits with."""
         return {Outcome.EQUIVALENT: 0, Outcome.DIFFERENT: 1}.get(self, 2)
+
+
+class Shown(str, Enum):
+    """What the pair of an expected and an actual value is."""
+
+    VALUE = "value"
+    """The number itself."""
+    L2_NORM = "l2 norm"
+    """The l2 norm of a tensor: two tensors of one norm can still differ."""
+    TEXT = "text"
 
 
 class Verdict(str, Enum):
@@ -80,6 +91,8 @@ class Worst:
     tolerance: float
     spread: float = float("nan")
     """Difference of the unmodified code with itself at this step and series; NaN if not known."""
+    shown: Shown = Shown.VALUE
+    """What `expected` and `actual` are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +163,13 @@ class FirstDivergence:
     after: str = ""
     """One sentence that summarises what differs after it."""
     next: str = ""
-    """What to record to narrow it down."""
+    """One sentence: what to look at, or to record, to narrow it down."""
+    keep: tuple[str, ...] = ()
+    """Selections of the tensors that are worth keeping whole in both arms; empty where none would tell more."""
     unit: str = "relative"
     """Unit of the difference and the tolerance: `relative`, `absolute` or `ratio`."""
+    shown: Shown = Shown.VALUE
+    """What `expected` and `actual` are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +209,8 @@ class RunSummary:
     """The attention kernel of each module that called one."""
     problems: tuple[str, ...] = ()
     """Missing ranks, runs not closed cleanly, dropped steps."""
+    step_offset: int = 0
+    """Steps trained before the checkpoint that the run went on from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +223,54 @@ class PairSummary:
     """`baseline pair`, `candidate pair` or `cross pair`."""
     ratio: float
     where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeChange:
+    """Which files of the job's code differ between the arms. Empty: both ran the same files."""
+
+    changed: tuple[str, ...] = ()
+    """In both arms, with other contents: paths inside the source tree."""
+    added: tuple[str, ...] = ()
+    """Run by the candidate only."""
+    removed: tuple[str, ...] = ()
+    """Run by the baseline only."""
+    outside: tuple[str, ...] = ()
+    """Differing files outside every source tree: whole paths."""
+
+    @property
+    def count(self) -> int:
+        """Number of files that differ."""
+        return len(self.changed) + len(self.added) + len(self.removed) + len(self.outside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The runs that would settle what is not clear yet."""
+
+    baselines: int = 0
+    candidates: int = 0
+    perturbed: tuple[str, ...] = ()
+    """Perturbations to record the unmodified code with, e.g. `ulp:1`."""
+    if_identical: tuple[str, ...] = ()
+    """The same, where the wanted baselines come out bit-identical."""
+    calibration: bool = False
+    """The tolerances are to be measured, or measured again, with what is there."""
+
+    def __bool__(self) -> bool:
+        return self != NOTHING_WANTED
+
+
+NOTHING_WANTED = Wanted()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What the tolerances were measured from."""
+
+    k: float
+    """Multiple of the spread."""
+    runs: tuple[CalibratedRun, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,5 +290,13 @@ class Comparison:
     """What was not recorded or not judged, and why; assumptions; warnings."""
     more_runs: str = ""
     """When inconclusive: the runs to add."""
+    wanted: Wanted = NOTHING_WANTED
+    """The same, counted."""
+    code: CodeChange | None = None
+    """None: what code ran is not known."""
+    calibration: Calibration | None = None
+    """None: nothing was calibrated."""
     tolerances: str = ""
     """Path of the tolerance file, or empty."""
+    plan: str = ""
+    """Path of the plan file whose checks judged, or empty."""

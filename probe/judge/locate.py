@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from probe.judge.cells import Judgement
-from probe.judge.check_rows import place_of, values_of
+from probe.judge.check_rows import place_of, shown_of, values_of
 from probe.judge.comparison import FirstDivergence, Origin, Place
 from probe.measure.differences import MISSING
 from probe.measure.series import BEFORE, CLIPPED, BoolArray, FloatArray
@@ -110,10 +110,11 @@ def _describe(
     spot = _Spot(spot.s, r, spot.cell)
     place = place_of(judgement, spot.s, r, spot.cell)
     expected, actual = values_of(judgement, spot.s, r, spot.cell)
-    if d.absent[spot.s, r, spot.cell] == MISSING:
+    missing = d.absent[spot.s, r, spot.cell] == MISSING
+    if missing:
         actual = "missing"
     differing_state = np.flatnonzero((off & state)[spot.s].any(axis=0))
-    origin, because = _origin(judgement, ratio, spot)
+    origin, because, ahead = _origin(judgement, ratio, spot)
     phase = _phase(judgement, key, spot)
     if differing_state.size and key.kind is not Kind.STATE:
         phase = "state" if key.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.GRAD) else phase
@@ -129,8 +130,10 @@ def _describe(
         phase=phase,
         because=because,
         after=_after(judgement, off, spot),
-        next=_next(place, key),
+        next=_next(place, missing=missing),
+        keep=_keep(key, ahead, missing=missing),
         unit=_unit(judgement, spot),
+        shown=shown_of(judgement, spot.s, r, spot.cell),
     )
 
 
@@ -152,8 +155,12 @@ def _phase(judgement: Judgement, key: Key, spot: _Spot) -> str:
     return _PHASES[key.kind]
 
 
-def _origin(judgement: Judgement, ratio: FloatArray, spot: _Spot) -> tuple[Origin, str]:
-    """Say whether what entered the place was within tolerance: everything recorded ahead of it, nearest first."""
+def _origin(judgement: Judgement, ratio: FloatArray, spot: _Spot) -> tuple[Origin, str, Key | None]:
+    """Say whether what entered the place was within tolerance: everything recorded ahead of it, nearest first.
+
+    Returns:
+        The origin, a sentence for it, and the nearest quantity ahead that could be compared.
+    """
     d = judgement.differences
     key = d.keys[spot.cell]
     order = d.order[spot.s, spot.r]
@@ -176,26 +183,33 @@ def _origin(judgement: Judgement, ratio: FloatArray, spot: _Spot) -> tuple[Origi
         value = float(ratio[spot.s, spot.r, cell])
         share = f"{value:.2g} x its tight tolerance"
         if value > 1:
-            return Origin.BEFORE, f"{d.keys[cell].label}, recorded just before it, is slightly off already ({share})."
+            off = f"{d.keys[cell].label}, recorded just before it, is slightly off already ({share})."
+            return Origin.BEFORE, off, d.keys[cell]
         if unseen:
             names = f"{unseen[-1]} and {len(unseen) - 1} more" if len(unseen) > 1 else unseen[-1]
             return (
                 Origin.UNKNOWN,
                 f"{names} between {d.keys[cell].label} (within, {share}) and it could not be compared.",
+                d.keys[cell],
             )
-        return Origin.HERE, (
-            f"Everything recorded before it in the step is within tolerance, last {d.keys[cell].label} ({share})."
-        )
+        # Up to the margin, what is above ahead of the place may be luck: it is said, and not taken for the origin.
+        highest = max(nearest, key=lambda one: float(ratio[spot.s, spot.r, one]))
+        most = float(ratio[spot.s, spot.r, highest])
+        within = f"Everything compared before it in the step is within tolerance, last {d.keys[cell].label} ({share})."
+        if most > 1:
+            within = (
+                f"The last compared before it, {d.keys[cell].label}, is within tolerance ({share}); the highest "
+                f"before it, {d.keys[highest].label}, is at {most:.2g} x, which may be chance."
+            )
+        return Origin.HERE, within, d.keys[cell]
     if key.kind is Kind.BATCH:
-        return Origin.HERE, "The data that enter the model differ."
+        return Origin.HERE, "The data that enter the model differ.", None
     if key.item == BEFORE:
-        return Origin.HERE, "The parameter differs before the first recorded step."
+        return Origin.HERE, "The parameter differs before the first recorded step.", None
     if spot.s and not unseen:
-        return (
-            Origin.HERE,
-            f"It is the first recorded value of step {d.steps[spot.s]}; the steps before are within.",
-        )
-    return Origin.UNKNOWN, "Nothing that was recorded before it in the step could be compared."
+        first = f"It is the first recorded value of step {d.steps[spot.s]}; the steps before are within."
+        return Origin.HERE, first, None
+    return Origin.UNKNOWN, "Nothing that was recorded before it in the step could be compared.", None
 
 
 def _recorded_only(judgement: Judgement, cell: int, s: int) -> bool:
@@ -229,23 +243,48 @@ def _after(judgement: Judgement, off: BoolArray, spot: _Spot) -> str:
     return text + "."
 
 
-def _next(place: Place, key: Key) -> str:
+def _next(place: Place, *, missing: bool) -> str:
+    """Say what to look at, or to record, in one sentence; `_keep` names the tensors that it speaks of."""
     step = place.step
+    if missing:
+        return f"Find out why the candidate has no {place.kind.value} of {place.name!r} at step {step}."
     if place.kind is Kind.BATCH:
         return "Compare the data order, seeds and preprocessing of the two arms; the model has not run yet."
     if place.kind in (Kind.LR, Kind.STATE):
         return f"Compare how {place.name!r} is set in the two arms before step {step}."
-    scope = place.name if place.kind in (Kind.GRAD, Kind.PARAM) else place.name.rpartition(".")[0] or place.name
-    if place.kind in (Kind.LOSS, Kind.GRAD_NORM):
-        return (
-            f"Record the arguments of the function that computes it in both arms: probe record --steps {step} -- CMD."
-        )
-    keep = f"keep the tensors around it whole in both arms: probe record --steps {step}"
-    keep += f" --full '{key.kind.value}/{scope}*' -- CMD."
+    if place.kind is Kind.GRAD_NORM:
+        return "Compare what is clipped, and by what norm, in the two arms; the gradients it is made of come before it."
+    keep = "keep the tensors around it whole in both arms and compare again."
     if place.kind in (Kind.FORWARD, Kind.BACKWARD):
         between = "feeds" if place.kind is Kind.FORWARD else "follows"
         return (
             f"Look at the code that {between} {place.name!r} "
             f"(what is no module there can be named with `probe.tap`), or {keep}"
         )
+    if place.kind is Kind.LOSS:
+        return f"Look at the code between the model's output and {place.name!r}, or {keep}"
     return keep[0].upper() + keep[1:]
+
+
+def _keep(key: Key, ahead: Key | None, *, missing: bool) -> tuple[str, ...]:
+    """Select the tensors to keep whole: the last that is within, and what surrounds the first that is not.
+
+    Args:
+        ahead: The nearest quantity recorded before it that could be compared.
+    """
+    if missing or key.kind in (Kind.BATCH, Kind.LR, Kind.STATE, Kind.GRAD_NORM):
+        return ()
+    own = f"{key.kind.value}/{key.name}"
+    module = key.name.rpartition(".")[0]
+    if key.kind is Kind.GRAD:
+        around = [own, *([f"forward/{module}", f"backward/{module}"] if module else [])]
+    elif key.kind is Kind.PARAM:
+        around = [own, f"grad/{key.name}"]
+    elif key.kind in (Kind.FORWARD, Kind.BACKWARD) and module:
+        # With the dot: `blocks.1*` would keep blocks 10 to 19 too.
+        around = [f"{key.kind.value}/{module}", f"{key.kind.value}/{module}.*"]
+    else:
+        around = [own]
+    if ahead is not None and ahead.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.EXPLICIT):
+        around.insert(0, f"{ahead.kind.value}/{ahead.name}")
+    return tuple(dict.fromkeys(around))

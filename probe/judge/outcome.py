@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from probe.judge.cells import Judgement
-from probe.judge.comparison import CheckResult, Outcome, Verdict
+from probe.judge.comparison import NOTHING_WANTED, CheckResult, Outcome, Verdict, Wanted
 from probe.judge.tolerance import Tolerances
 from probe.measure.series import BEFORE, FloatArray
 from probe.point import Kind
@@ -25,6 +25,8 @@ FAR = 10.0
 """Times the tolerance (30 x the spread) that identical code did not reach in three quantities at once in 880 runs."""
 FAR_QUANTITIES = 3
 ENOUGH_BASELINES, ENOUGH_CANDIDATES = 5, 2
+RECOMMENDED_BASELINES = 3
+"""Runs to begin a calibration with."""
 LEAST_MATCHED = 0.5
 """A candidate that shares less than this part of the baseline's cells is no candidate for equivalence."""
 
@@ -37,6 +39,19 @@ class Decision:
     reason: str
     notes: tuple[str, ...] = ()
     more_runs: str = ""
+    wanted: Wanted = NOTHING_WANTED
+    """The runs of `more_runs`, counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baselines:
+    """What is known of the unmodified code's runs that are compared."""
+
+    count: int
+    repeat: bool | None
+    """They have the same bits; None where there is a single one."""
+    perturbations: tuple[str, ...]
+    """How to perturb them, with as many as a calibration wants: `ulp:1` and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +69,11 @@ class Gaps:
 
 
 def decide(
-    judgements: Sequence[Judgement], checks: Sequence[CheckResult], tolerances: Tolerances | None, gaps: Gaps
+    judgements: Sequence[Judgement],
+    checks: Sequence[CheckResult],
+    tolerances: Tolerances | None,
+    gaps: Gaps,
+    baselines: Baselines,
 ) -> Decision:
     """Decide about all candidates together.
 
@@ -85,10 +104,10 @@ def decide(
         reason = f"{int(far.sum())} quantities are more than {FAR:.0f} times above tolerance."
         return Decision(outcome=Outcome.DIFFERENT, reason=reason)
     if above.any():
-        found = _provisional(worst, judgements, tolerances)
+        found = _provisional(worst, judgements, tolerances, baselines)
         if found.outcome is not Outcome.EQUIVALENT:
             return found
-    return declared or (found if above.any() else _calm(judgements, checks, tolerances, gaps, ()))
+    return declared or (found if above.any() else _calm(judgements, checks, tolerances, gaps, baselines))
 
 
 def _above_declared(judgements: Sequence[Judgement]) -> Decision | None:
@@ -112,6 +131,7 @@ def _above_declared(judgements: Sequence[Judgement]) -> Decision | None:
             reason=f"{_quantities(int((firm > 1).any(axis=0).sum()))} above a declared tolerance in one candidate and "
             f"within in another: {_leading(judgements, firm)}.",
             more_runs="Record one more candidate, or see why the candidates differ.",
+            wanted=Wanted(candidates=1),
         )
     if (loose > 1).any():
         return Decision(
@@ -155,18 +175,16 @@ def _wrong_in_itself(judgements: Sequence[Judgement]) -> str:
     return ""
 
 
-def _provisional(worst: FloatArray, judgements: Sequence[Judgement], tolerances: Tolerances | None) -> Decision:
+def _provisional(
+    worst: FloatArray, judgements: Sequence[Judgement], tolerances: Tolerances | None, baselines: Baselines
+) -> Decision:
     labels = judgements[0].differences.index.labels
     leading = int(np.nanargmax(np.nan_to_num(worst, nan=-1.0).max(axis=0)))
     count = int((worst > 1).any(axis=0).sum())
     highest = float(np.nanmax(worst[:, leading]))
     one = f"{labels[leading]} is {highest:.3g} times its tolerance"
     if tolerances is None:
-        return Decision(
-            outcome=Outcome.INCONCLUSIVE,
-            reason=f"Nothing was calibrated, and under assumed tolerances {one}.",
-            more_runs="Record the unmodified code three times, calibrate, and compare with -t.",
-        )
+        return _uncalibrated(f"Nothing was calibrated, and under assumed tolerances {one}.", baselines)
     repeated = (worst > 1).all(axis=0)
     perturbed_only = tolerances.repeatable and not tolerances.assumed
     enough = len(judgements) >= ENOUGH_CANDIDATES and tolerances.plain_runs >= ENOUGH_BASELINES
@@ -184,32 +202,59 @@ def _provisional(worst: FloatArray, judgements: Sequence[Judgement], tolerances:
             reason=f"No quantity is above tolerance in every candidate; the closest is {one} in one of them.",
             notes=(f"{count} quantities were above tolerance in one candidate and within in another (escalated).",),
         )
+    more_runs, wanted = _more_runs(tolerances, len(judgements), baselines)
     return Decision(
         outcome=Outcome.INCONCLUSIVE,
         reason=f"{count} quantities are above tolerance, but not far enough to rule out chance: {one}.",
-        more_runs=_more_runs(tolerances, len(judgements)),
+        more_runs=more_runs,
+        wanted=wanted,
     )
 
 
-def _more_runs(tolerances: Tolerances, candidates: int) -> str:
+def _more_runs(tolerances: Tolerances, candidates: int, baselines: Baselines) -> tuple[str, Wanted]:
     if tolerances.assumed:
         return (
-            "Repeats are bit-identical: record three runs of the unmodified code with `probe record --perturb ulp:1`, "
-            "`ulp:2` and `ulp:3`, and calibrate with them."
-        )
+            f"Repeats are bit-identical: record three runs of the unmodified code with {_perturbed(baselines)}, and "
+            "calibrate with them."
+        ), Wanted(perturbed=baselines.perturbations, calibration=True)
     if tolerances.repeatable:
         count = max(ENOUGH_BASELINES - tolerances.perturbed_runs, 1)
+        form = baselines.perturbations[0].partition(":")[0]
         first = tolerances.perturbed_runs + 1
         return (
             f"Repeats are bit-identical: record {_count(count, 'more perturbed run')} of the unmodified code "
-            f"(`probe record --perturb ulp:{first}` and so on), calibrate with all, and compare again."
-        )
-    parts = []
-    if tolerances.plain_runs < ENOUGH_BASELINES:
-        parts.append(_count(ENOUGH_BASELINES - tolerances.plain_runs, "more baseline"))
-    if candidates < ENOUGH_CANDIDATES:
-        parts.append(_count(ENOUGH_CANDIDATES - candidates, "more candidate"))
-    return f"Record {' and '.join(parts)}, calibrate with all baselines, and compare all candidates."
+            f"(`probe record --perturb {form}:{first}` and so on), calibrate with all, and compare again."
+        ), Wanted(perturbed=tuple(f"{form}:{number}" for number in range(first, first + count)), calibration=True)
+    more_baselines = max(ENOUGH_BASELINES - tolerances.plain_runs, 0)
+    more_candidates = max(ENOUGH_CANDIDATES - candidates, 0)
+    parts = [_count(more_baselines, "more baseline")] if more_baselines else []
+    parts += [_count(more_candidates, "more candidate")] if more_candidates else []
+    return (
+        f"Record {' and '.join(parts)}, calibrate with all baselines, and compare all candidates.",
+        Wanted(baselines=more_baselines, candidates=more_candidates, calibration=bool(more_baselines)),
+    )
+
+
+def _uncalibrated(reason: str, baselines: Baselines) -> Decision:
+    """Ask for what a calibration needs: repeats, or perturbed runs where repeats say nothing."""
+    how = _perturbed(baselines)
+    missing = max(RECOMMENDED_BASELINES - baselines.count, 0)
+    if baselines.repeat:
+        text = f"The baselines are bit-identical: record three runs of the unmodified code with {how}, calibrate with"
+        text, wanted = f"{text} them, and compare with -t.", Wanted(perturbed=baselines.perturbations, calibration=True)
+    elif not missing:
+        text, wanted = "Calibrate with the baselines, and compare with -t.", Wanted(calibration=True)
+    else:
+        text = f"Record {_count(missing, 'more baseline')}, calibrate, and compare with -t. "
+        text += f"Where repeats are bit-identical, calibrate with runs of the unmodified code recorded with {how}."
+        alternative = baselines.perturbations if baselines.repeat is None else ()
+        wanted = Wanted(baselines=missing, if_identical=alternative, calibration=True)
+    return Decision(outcome=Outcome.INCONCLUSIVE, reason=reason, more_runs=text, wanted=wanted)
+
+
+def _perturbed(baselines: Baselines) -> str:
+    first, *others = baselines.perturbations
+    return f"`probe record --perturb {first}`, " + " and ".join(f"`{one}`" for one in others)
 
 
 def _count(count: int, what: str) -> str:
@@ -221,7 +266,7 @@ def _calm(
     checks: Sequence[CheckResult],
     tolerances: Tolerances | None,
     gaps: Gaps,
-    notes: tuple[str, ...],
+    baselines: Baselines,
 ) -> Decision:
     """Decide when nothing is above tolerance: was anything judged that could have been?"""
     for judgement in judgements:
@@ -238,6 +283,7 @@ def _calm(
                 outcome=Outcome.INCONCLUSIVE,
                 reason=f"A required quantity has no tolerance: {d.keys[cell].label} at step {d.steps[s]}.",
                 more_runs="Calibrate again, with baselines that record what the candidate records.",
+                wanted=Wanted(calibration=True),
             )
     if gaps.ranks:
         return _cannot(gaps.ranks)
@@ -259,13 +305,9 @@ def _calm(
         if all(check.verdict in calm for check in checks if check.cells):
             return Decision(outcome=Outcome.EQUIVALENT, reason="All recorded values are bit-identical.")
         if all(check.verdict in calm or not check.assumed for check in checks if check.cells):
-            return Decision(outcome=Outcome.EQUIVALENT, reason=_closest(judgements), notes=notes)
-        return Decision(
-            outcome=Outcome.INCONCLUSIVE,
-            reason="Nothing was calibrated: the values differ by less than assumed tolerances.",
-            more_runs="Record the unmodified code three times, calibrate, and compare with -t.",
-        )
-    return Decision(outcome=Outcome.EQUIVALENT, reason=_closest(judgements), notes=notes)
+            return Decision(outcome=Outcome.EQUIVALENT, reason=_closest(judgements))
+        return _uncalibrated("Nothing was calibrated: the values differ by less than assumed tolerances.", baselines)
+    return Decision(outcome=Outcome.EQUIVALENT, reason=_closest(judgements))
 
 
 def _telling(check: CheckResult) -> bool:

@@ -6,18 +6,23 @@ must not know quantities.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from probe.errors import IncomparableError, ToleranceError, listed
-from probe.judge.comparison import RunSummary
+from probe.judge.comparison import CodeChange, RunSummary
 from probe.judge.kernels import attention_kernels, kernel_summary
 from probe.judge.tolerance import CalibratedRun
 from probe.measure.series import CaptureLike, perturbation
+from probe.point import Kind
 
 MOST_CHANGES = 40
 """Lines of configuration differences that are listed."""
+HALF = ("bfloat16", "float16")
+FEW_RUNS = 2
+"""So many runs make one pair, and its difference can be small by luck."""
 
 
 def _part(capture: CaptureLike, name: str) -> Mapping[str, Any]:
@@ -47,6 +52,36 @@ def code_files(capture: CaptureLike) -> Mapping[str, str]:
         root = max((root for root in roots if path.startswith(root)), key=len, default="")
         relative[path[len(root) :]] = str(digest)
     return relative
+
+
+def code_change(baseline: CaptureLike, candidate: CaptureLike) -> CodeChange | None:
+    """Sort the files of code that differ between two runs; None where one of them does not say what code ran."""
+    one, two = code_files(baseline), code_files(candidate)
+    if not one or not two:
+        return None
+    differing = _changed_files(baseline, candidate)
+    inside = [name for name in differing if not os.path.isabs(name)]
+    return CodeChange(
+        changed=tuple(name for name in inside if name in one and name in two),
+        added=tuple(name for name in inside if name not in one),
+        removed=tuple(name for name in inside if name not in two),
+        outside=tuple(name for name in differing if os.path.isabs(name)),
+    )
+
+
+def in_half_precision(capture: CaptureLike) -> bool:
+    """Tell whether a run computes in bf16 or fp16, where noise in the weights alone calibrates too tightly."""
+    rank = next((rank for rank in capture.ranks if capture.steps(rank)), None)
+    if rank is None:
+        return False
+    rows = capture.rows(rank, capture.steps(rank)[0])
+    return any(key.kind is Kind.FORWARD and dtype in HALF for key, dtype in zip(rows.keys, rows.dtype, strict=True))
+
+
+def perturbations(capture: CaptureLike, first: int = 1, count: int = 3) -> tuple[str, ...]:
+    """Return how to perturb a run of this job, e.g. `ulp:1`, `ulp:2` and `ulp:3`."""
+    form = "layer" if in_half_precision(capture) else "ulp"
+    return tuple(f"{form}:{number}" for number in range(first, first + count))
 
 
 def trees(capture: CaptureLike) -> Sequence[Mapping[str, Any]]:
@@ -98,6 +133,7 @@ def run_summary(capture: CaptureLike, arm: str) -> RunSummary:
         },
         attention=kernels,
         problems=tuple(capture.problems),
+        step_offset=int(_part(capture, "config").get("step_offset") or 0),
     )
 
 
@@ -128,7 +164,7 @@ def check_same_job(captures: Sequence[CaptureLike]) -> tuple[str, ...]:
     """Check that runs are separate launches of one job, as a calibration needs.
 
     Returns:
-        Warnings: fewer than three runs, commands that differ, problems of the runs.
+        Warnings: commands that differ, problems of the runs.
 
     Raises:
         ToleranceError: Fewer than two runs, one run given twice, other world sizes, other code.
@@ -166,9 +202,13 @@ def check_same_job(captures: Sequence[CaptureLike]) -> tuple[str, ...]:
             )
     for capture in captures:
         notes += [f"{capture.path.name}: {problem}" for problem in capture.problems]
-    if len(captures) == 2:
-        notes.insert(0, "Two runs were given. Three are recommended: a spread of two can be small by luck.")
     return tuple(notes)
+
+
+def few_runs(*, repeatable: bool) -> str:
+    """Say that tolerances were measured from `FEW_RUNS`, and which to add."""
+    missing = "two more perturbed ones" if repeatable else "a third one"
+    return f"Two runs were calibrated from. Record {missing}: the spread of a single pair can be small by luck."
 
 
 def check_comparable(baselines: Sequence[CaptureLike], candidates: Sequence[CaptureLike], *, same_code: bool) -> None:

@@ -55,6 +55,8 @@ class Differences:
     """Of a kind that is judged by equality."""
     identical: BoolArray
     number: BoolArray
+    single: BoolArray
+    """Has one element: `expected` and `actual` are the value itself, not a norm."""
     nonfinite: npt.NDArray[np.int8]
     """1: in the baseline, 2: in the candidate, 3: both."""
     reshaped: BoolArray
@@ -167,6 +169,7 @@ class Collector:
             exact=flags("exact"),
             identical=flags("identical"),
             number=number,
+            single=flags("single"),
             nonfinite=np.nan_to_num(self.dense("nonfinite", axes, catalog), nan=0.0).astype(np.int8),
             reshaped=flags("reshaped"),
             retyped=flags("retyped"),

@@ -70,6 +70,8 @@ class Measured:
     """The same as an absolute difference: of one number, or times the baseline's l2 norm for tensors."""
     number: BoolArray
     """The difference is absolute, of one number."""
+    single: BoolArray
+    """Has one element: what is shown is the value itself, not a norm."""
     exact: BoolArray
     unequal: BoolArray
     """Exact kinds: the values are not the same."""
@@ -196,6 +198,7 @@ def measure(baseline: StepRows, candidate: StepRows, pairs: Alignment, divisor: 
         difference=difference,
         absolute=absolute,
         number=number & ~exact,
+        single=number,
         exact=exact,
         unequal=unequal,
         identical=identical,

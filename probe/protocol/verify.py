@@ -20,10 +20,9 @@ from probe.judge.calibrate import calibrate
 from probe.judge.compare import compare_cells
 from probe.judge.comparison import Comparison, Outcome
 from probe.judge.outcome import ENOUGH_BASELINES, ENOUGH_CANDIDATES
-from probe.judge.provenance_changes import code_hash
+from probe.judge.provenance_changes import code_hash, perturbations
 from probe.judge.tolerance import Tolerances, save
 from probe.plan import Plan, default_checks, default_plan, load_plan
-from probe.point import Kind
 from probe.protocol import own_imports, worktrees
 from probe.protocol.progress import Progress
 from probe.protocol.verify_state import State, digest, locked, open_state
@@ -39,7 +38,6 @@ ROUNDS = 2
 """How often runs are added to an inconclusive result: with five baselines and two candidates nothing is left open."""
 PERTURBED = 3
 """Perturbed runs where repeats are bit-identical, as many as plain runs are recommended."""
-HALF = ("bfloat16", "float16")
 TOLERANCES_FILE = "tolerances.toml"
 
 
@@ -187,9 +185,8 @@ class _Protocol:
 
     def _perturb(self, baseline: Capture, perturbed: list[Capture], count: int) -> None:
         """Add perturbed baselines up to a number."""
-        form = "layer" if in_half_precision(baseline) else "ulp"
-        for seed in range(len(perturbed) + 1, count + 1):
-            perturbed.append(self._run(f"base-{form}-{seed}", "baseline", f"{form}:{seed}"))
+        for how in perturbations(baseline, len(perturbed) + 1, count - len(perturbed)):
+            perturbed.append(self._run(f"base-{how.replace(':', '-')}", "baseline", how))
 
     def _calibrate(self, baselines: Sequence[Capture], perturbed: Sequence[Capture]) -> Tolerances:
         tolerances = calibrate([*baselines, *perturbed], checks=self._checks)
@@ -285,13 +282,6 @@ class _Protocol:
         """Return the current folder relative to the tree that holds it: the command runs in the same one of its arm."""
         root = own_imports.owner(self._here, self._related)
         return self._here.relative_to(root) if root is not None else Path()
-
-
-def in_half_precision(capture: Capture) -> bool:
-    """Tell whether a run computes in bf16 or fp16, where noise in the weights alone calibrates too tightly."""
-    rank = capture.ranks[0]
-    rows = capture.rows(rank, capture.steps(rank)[0])
-    return any(key.kind is Kind.FORWARD and dtype in HALF for key, dtype in zip(rows.keys, rows.dtype, strict=True))
 
 
 def _problem(name: str, ended: launch.Ended, output: Path, log: Path) -> str:
