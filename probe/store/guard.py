@@ -22,6 +22,7 @@ import numpy.typing as npt
 from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t
 
 from probe.errors import CaptureError, CaptureFormatError
+from probe.store.image import Texts
 from probe.store.layout import FORMAT_SEGMENT, FORMAT_VERSION
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -214,7 +215,7 @@ class Segment:
             raise self.refusal(what, f"is {_type_name(have)}, not {_type_name(kind)}")
         return found
 
-    def texts(self, parent: h5g.GroupID, name: bytes) -> tuple[list[bytes], tuple[int, ...]]:
+    def texts(self, parent: h5g.GroupID, name: bytes) -> tuple[Texts, tuple[int, ...]]:
         """Read a dataset of UTF-8 texts of fixed length.
 
         Returns:
@@ -227,7 +228,7 @@ class Segment:
         array = np.empty(found.shape, dtype=f"S{kind.get_size()}")
         if array.size:
             found.read(h5s.ALL, h5s.ALL, array, mtype=kind)
-        return array.reshape(-1).tolist(), found.shape
+        return Texts(array.reshape(-1).tolist()), found.shape
 
 
 def _type_name(kind: h5t.TypeID) -> str:

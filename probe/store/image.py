@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import h5py
@@ -215,6 +216,15 @@ def bits_digest(array: npt.NDArray[Any]) -> str:
     return xxhash.xxh3_128_hexdigest(flat_bytes(array))
 
 
+class Texts(list[bytes]):
+    """The UTF-8 texts of a table."""
+
+    @cached_property
+    def joined(self) -> bytes:
+        """Every text and a NUL byte: what a digest is over. The texts must not change afterwards."""
+        return b"\0".join([*self, b""])
+
+
 def tables_digest(tables: Mapping[str, npt.NDArray[Any] | Sequence[bytes]]) -> str:
     """Compute the digest that covers a segment's tables.
 
@@ -228,8 +238,8 @@ def tables_digest(tables: Mapping[str, npt.NDArray[Any] | Sequence[bytes]]) -> s
     for name in sorted(tables):
         digest.update(name.encode() + b"\0")
         table = tables[name]
-        if not isinstance(table, np.ndarray):
-            digest.update(b"\0".join([*table, b""]))
-        else:
+        if isinstance(table, np.ndarray):
             digest.update(flat_bytes(table))
+        else:
+            digest.update(table.joined if isinstance(table, Texts) else Texts(table).joined)
     return digest.hexdigest()

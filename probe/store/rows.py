@@ -2,7 +2,7 @@
 
 Names, shapes and call sites hardly change from step to step, so both directions keep what they converted last: the
 writer shares the training process's interpreter lock, and a reader shares the objects among thousands of steps. This
-module must not know HDF5.
+module must not know HDF5's types and calls.
 
 Shapes: see `probe.store.layout`.
 """
@@ -19,10 +19,11 @@ import xxhash
 from probe.errors import CaptureError, listed
 from probe.point import Key, Kind
 from probe.store.dtypes import BITS
+from probe.store.image import Texts
 from probe.store.layout import NAME_NBYTES, SCALARS, TEXT_NBYTES, StepRows
 
 Tables: TypeAlias = dict[str, Any]
-"""Each table by name, without a step axis: an array, or a list of UTF-8 texts."""
+"""Each table by name, without a step axis: an array, or UTF-8 texts (`Texts` where they were read)."""
 
 _LINK_NBYTES = 1024
 """Longest link name under `/tensors`: what tools can print."""
@@ -126,7 +127,7 @@ class Decoder:
     def _once(self, name: str, columns: list[Any], convert: Callable[..., Any]) -> tuple[Any, ...]:
         digest = xxhash.xxh3_128()
         for column in columns:
-            digest.update(column.tobytes() if isinstance(column, np.ndarray) else b"\0".join([*column, b""]))
+            digest.update(column.joined if isinstance(column, Texts) else column.tobytes())
         known = (name, digest.digest())
         if known not in self._known:
             if len(self._known) >= _CONVERTED:
