@@ -26,6 +26,7 @@ def read_first(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the first step; from then on HDF5 must not be needed."""
     capture.rows(0, 1)
     monkeypatch.setattr(reader, "open_segment", refuse)
+    capture.rows(0, 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 9, 3 * twins._RUNS + 9], ids=lambda count: f"{count} rows")
