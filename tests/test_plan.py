@@ -200,7 +200,31 @@ CHECK_KEYS = (
         ),
         (
             "[record]\nstep = '1'",
-            "Key 'step' of [record] is unknown. Did you mean 'steps'? Allowed: exclude, full, include, kinds, steps.",
+            "Key 'step' of [record] is unknown. Did you mean 'steps'? "
+            "Allowed: calls, exclude, full, include, inside_compiled, kinds, steps.",
+        ),
+        (
+            "[record]\ncalls = ['model.attention']",
+            "Key 'calls' of [record] has 'model.attention', which is no import path of a function. "
+            "Write 'package.module:function' or 'package.module:Class.method'.",
+        ),
+        (
+            "[record.calls]\nattention = 3",
+            "Key 'calls' of [record] has 3, which is no import path of a function. "
+            "Write 'package.module:function' or 'package.module:Class.method'.",
+        ),
+        (
+            "[record.calls]\n'' = 'a:b'",
+            "Key 'calls' of [record] has an empty name for 'a:b'. Give the function a name.",
+        ),
+        (
+            "[record]\ncalls = 3",
+            "Key 'calls' of [record] is 3 (a number), not text or a list of texts.",
+        ),
+        (
+            "[record]\ninside_compiled = ['frward/x']",
+            "Key 'inside_compiled' of [record] cannot be used. Selection 'frward/x' starts with 'frward', which is no "
+            "kind. Did you mean 'forward'? Allowed: " + ", ".join(sorted(kind.value for kind in Kind)) + ".",
         ),
         (
             "[[check]]\nwhat = 'a'\n[[check]]\nwhat = 'b'\nselct = '*'",
@@ -270,3 +294,16 @@ def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     broken = plan_file(tmp_path, "[record")
     with pytest.raises(PlanError, match=f"^Plan {re.escape(repr(str(broken)))} is not valid TOML: .+\\.$"):
         load_plan(broken)
+
+
+def test_functions_have_names_of_their_own_or_their_import_path_and_travel_with_the_plan() -> None:
+    listed = plan_from_dict({"record": {"calls": ["a.b:f", "c:K.m"]}})
+    assert listed.calls == (("a.b.f", "a.b:f"), ("c.K.m", "c:K.m"))
+    named = plan_from_dict({"record": {"calls": {"attention": "a.b:f"}, "inside_compiled": ["blocks.*"]}})
+    assert named.calls == (("attention", "a.b:f"),)
+    assert plan_from_dict(named.as_dict()) == named
+    assert (named.taps_inside("blocks.3.attn"), named.taps_inside("out"), Plan().taps_inside("out")) == (
+        True,
+        False,
+        False,
+    )

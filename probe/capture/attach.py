@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 
 from probe.capture import perturb
 from probe.capture.attention import AttentionWatch
+from probe.capture.calls import Calls
 from probe.capture.gradients import Gradients
 from probe.capture.losses import Losses
 from probe.capture.models import Models, parameters_of
@@ -44,6 +45,7 @@ class Attachment:
         self.losses = Losses(recorder)
         self.gradients = Gradients(recorder, self.models)
         self.steps = Steps(recorder, self.models, self.gradients)
+        self.calls = Calls(recorder, self.models.training, self.models.calling_module)
         self._loose = 0
         """Parameters without a name that were told."""
 
@@ -61,7 +63,8 @@ class Attachment:
         after_import(SCALER, lambda: self._patch_class(SCALER, "GradScaler", scaler))
         clip = {"clip_grad_norm_": self._around_clip}
         after_import(FSDP1, lambda: self._patch_class(FSDP1, "FullyShardedDataParallel", clip))
-        AttentionWatch(self.recorder, self.models.name_of).install()
+        AttentionWatch(self.recorder, self.models.calling_module).install()
+        self.calls.install()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         os.register_at_fork(after_in_child=self._in_fork)
@@ -86,7 +89,7 @@ class Attachment:
 
     def mine(self) -> bool:
         """Tell whether this is the process that was attached, and not a fork of it."""
-        return os.getpid() == self.recorder.pid
+        return self.recorder.mine()
 
     # ------------------------------------------------------------------ models
     def _around_optimizer_init(
@@ -94,6 +97,7 @@ class Attachment:
     ) -> None:
         inner(optimizer, *args, **kwargs)
         if self.mine():
+            self.calls.look_again()
             self.models.add_optimizer(optimizer)
 
     def _begin_forward(self) -> None:
@@ -106,6 +110,7 @@ class Attachment:
                 perturb.perturb_parameters(taps.parameters, self.perturbation)
             else:
                 perturb.perturb_outputs(taps.modules, self.perturbation, lambda: (recorder.step, recorder.microbatch))
+        self.calls.look_last()
         self.steps.begin(taps)
         recorder.names = self.models.derivations()
 

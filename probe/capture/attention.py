@@ -39,14 +39,14 @@ DISPATCH = (("diffsynth.core.attention.attention", "ATTENTION_IMPLEMENTATION"),)
 class AttentionWatch:
     """Note each attention call of a recorded step under the module that makes it."""
 
-    def __init__(self, recorder: Recorder, name_of: Callable[[Any], str | None]) -> None:
+    def __init__(self, recorder: Recorder, calling_module: Callable[[], str]) -> None:
         """Prepare.
 
         Args:
             recorder: Receives the facts.
-            name_of: Gives the canonical name of a module of the model, or None.
+            calling_module: Names the module of the model that is being called, or gives an empty text.
         """
-        self._recorder, self._name_of = recorder, name_of
+        self._recorder, self._calling_module = recorder, calling_module
         self._noted: set[tuple[int, str, str]] = set()
 
     def install(self) -> None:
@@ -86,17 +86,6 @@ class AttentionWatch:
         if module and fact not in self._noted:
             self._noted.add(fact)
             self._recorder.scalar(step_key(Kind.STATE, f"attention.{module}"), kernel, "attention call")
-
-    def _calling_module(self) -> str:
-        frame = sys._getframe(3)
-        for _ in range(40):
-            name = self._name_of(frame.f_locals.get("self"))
-            if name is not None:
-                return name
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-        return ""
 
 
 def chosen_backend(*args: Any, **kwargs: Any) -> str:

@@ -100,9 +100,24 @@ def record(options: RecordOptions) -> int:
     print(f"probe: recorded {summary_line(ended.capture)} in {options.output}", file=sys.stderr)
     for problem in ended.capture.problems:
         print(f"probe: {problem}", file=sys.stderr)
+    for warning in _warnings(plan, ended.notes):
+        print(f"probe: {warning}", file=sys.stderr)
     if any(note["problem"] for note in ended.notes):
         return ended.status or NOTHING_RECORDED
     return ended.status
+
+
+def _warnings(plan: Plan, notes: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what of the plan was not recorded by any process, or could not be by one."""
+    found = dict.fromkeys(warning for note in notes for warning in note["warnings"])
+    counts = [note["events"] for note in notes]
+    for name, path in plan.calls:
+        if not any(path in warning for warning in found) and not any(each.get(f"calls of {name}") for each in counts):
+            module = path.partition(":")[0]
+            wrapped = any(f"calls of {name}" in each for each in counts)
+            why = "was never called eagerly in a recorded step" if wrapped else f"is in {module!r}, never imported"
+            found[f"Function {path!r} of the plan {why}: nothing of it is recorded."] = None
+    return list(found)
 
 
 def make_request(options: RecordOptions, plan: Plan) -> Request:

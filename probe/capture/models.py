@@ -8,6 +8,7 @@ trained, by the gradients it leaves. This module must not know what is taken fro
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,9 @@ from probe.capture import names
 from probe.capture.recorder import Recorder
 from probe.capture.shards import Part, flat_parts
 from probe.capture.taps import Taps
+
+MAX_FRAMES = 40
+"""Frames that are searched for the module that is being called."""
 
 DATA_PARALLEL = (
     "The model is wrapped in torch.nn.DataParallel, which copies it to every device in every step and runs the copies "
@@ -65,6 +69,22 @@ class Models:
     def name_of(self, candidate: object) -> str | None:
         """Give the canonical name of a module of some model, or None for anything else."""
         return next((name for taps in self.taps if (name := taps.name_of(candidate)) is not None), None)
+
+    def calling_module(self) -> str:
+        """Name the innermost module that is being called, by the frames of this thread; an empty text for none."""
+        frame = sys._getframe(1)
+        for _ in range(MAX_FRAMES):
+            name = self.name_of(frame.f_locals.get("self"))
+            if name is not None:
+                return name
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return ""
+
+    def training(self) -> bool:
+        """Tell whether a training forward pass of some model is under way."""
+        return any(taps.training for taps in self.taps)
 
     @property
     def loose(self) -> int:

@@ -82,6 +82,8 @@ class Recorder:
         self._names_written: dict[str, Any] = self.names
         self.events: dict[str, int] = {}
         """How often the process did what recording waits for; told when nothing was recorded."""
+        self.warnings: list[str] = []
+        """What of the plan cannot be recorded, in sentences."""
         self._output, self._run_id, self._strict, self._manifest = output, run_id, strict, manifest
         self._sink = sink
         self._order = 0
@@ -108,6 +110,14 @@ class Recorder:
     def count(self, event: str) -> None:
         """Count something that recording depends on."""
         self.events[event] = self.events.get(event, 0) + 1
+
+    def mine(self) -> bool:
+        """Tell whether this is the process that records, and not a fork of it."""
+        return os.getpid() == self.pid
+
+    def warn(self, message: str) -> None:
+        """Tell at the end of the run, through the launcher, that something of the plan is not recorded."""
+        self.warnings.append(message)
 
     def next_call(self, kind: Kind, name: str, item: str = "") -> int:
         """Number this firing of a point within the microbatch."""

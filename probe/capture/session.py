@@ -222,6 +222,7 @@ def _end(attached: Attachment, output: Path) -> None:
         "steps": len(recorder.steps_written),
         "waited_s": recorder.waited_s,
         "problem": recorder.problem,
+        "warnings": recorder.warnings,
     }
     from probe.store.layout import NOTES_FOLDER
 
