@@ -36,6 +36,7 @@ class Job:
     repeats: bool = True
     records: bool = True
     steps: int = 3
+    compiles_again: bool = False
     launched: list[bool] = field(default_factory=list)
     """Of each launch: whether it was bare."""
 
@@ -44,7 +45,14 @@ class Job:
         plan = plan_from_dict(request.plan)
         shifted = (not request.bare and self.disturbed(plan)) or (not self.repeats and len(self.launched) == 2)
         losses = [f"float32[] {1.5 + shifted} {'f' * 31}{int(shifted)}", f"float32[] 2 {'0' * 32}"]
-        digest = {"rank": 0, "steps": self.steps, "losses": losses, "parameters": [f"float32[2] {'a' * 32}"]}
+        compiled = {"frames": 2, "graphs": 1 + (self.compiles_again and not request.bare)}
+        digest = {
+            "rank": 0,
+            "steps": self.steps,
+            "losses": losses,
+            "parameters": [f"float32[2] {'a' * 32}"],
+            "compiled": compiled,
+        }
         if self.steps:
             (Path(request.digest) / "rank00000-0.json").write_text(json.dumps(digest))
         if request.bare or not self.records or "*" in plan.exclude:
@@ -227,6 +235,13 @@ def test_a_part_splits_by_the_components_of_names() -> None:
     assert [part.label for part in inner[0].inner(names)] == ["forward/blocks.0.attn", "forward/blocks.0"]
     assert inner[0].globs == ("forward/blocks.0", "forward/blocks.0.*")
     assert top[0].inner(names) == [top[0]]
+
+
+def test_a_recording_that_makes_the_compiler_compile_again_changes_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = check(Job(disturbed=lambda plan: False, compiles_again=True), tmp_path, monkeypatch)
+    assert found.difference == "the number of compiled graphs on rank 0: 1 and 2"
 
 
 # ---------------------------------------------------------------------- real runs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class OutcomeDigest:
             "steps": self._steps,
             "losses": [_described(loss, value=True) for loss in self._losses],
             "parameters": [_described(parameter) for parameter in self._parameters.values()],
+            "compiled": _compiled(),
         }
         # A command may train twice in a row: the second process of a rank takes the next number.
         for number in range(1000):
@@ -71,6 +73,17 @@ class OutcomeDigest:
             with file:
                 json.dump(content, file)
             return
+
+
+def _compiled() -> dict[str, int]:
+    """Count what torch.compile did in this process: a recording that makes it compile again costs, and may round."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return {
+        "frames": counters.get("frames", {}).get("ok", 0),
+        "graphs": counters.get("stats", {}).get("unique_graphs", 0),
+        "graph breaks": sum(counters.get("graph_break", {}).values()),
+        "recompile limits": sum(counters.get("recompile_limit", {}).values()),
+    }
 
 
 def _described(tensor: torch.Tensor, *, value: bool = False) -> str:

@@ -216,6 +216,7 @@ def difference(expected: _Outcome, actual: _Outcome) -> str:
             ("backward passes", (len(one["losses"]), len(two["losses"]))),
             ("optimizer steps", (one["steps"], two["steps"])),
             ("trained parameters", (len(one["parameters"]), len(two["parameters"]))),
+            *((f"compiled {what}", (count, two["compiled"][what])) for what, count in one["compiled"].items()),
         ):
             if counts[0] != counts[1]:
                 return f"the number of {what} on rank {rank}: {counts[0]} and {counts[1]}"
