@@ -17,7 +17,7 @@ from probe.check import DECLARED, NO_CHECK, Check, owner
 from probe.judge.limits import Limits
 from probe.judge.tolerance import K
 from probe.measure.differences import MISSING, Differences
-from probe.measure.series import BEFORE, BoolArray, FloatArray, IntArray
+from probe.measure.series import BEFORE, BoolArray, FloatArray, IntArray, SeriesIndex
 from probe.point import Kind
 
 CLEARLY = 3.0
@@ -164,21 +164,21 @@ def spread_seen(pairs: Sequence[Differences]) -> SpreadSeen | None:
     )
 
 
-def assign(differences: Differences, checks: Sequence[Check]) -> IntArray:
+def assign(index: SeriesIndex, steps: Sequence[int], checks: Sequence[Check]) -> IntArray:
     """Give each series, at each step, the first check that selects it, [S, series]."""
-    keys = differences.index.keys
+    keys = index.keys
     if all(check.steps is None for check in checks):
         row = [owner(checks, key) for key in keys]
-        return np.tile(np.array(row, dtype=np.intp), (len(differences.steps), 1))
+        return np.tile(np.array(row, dtype=np.intp), (len(steps), 1))
     # Steps in which the same checks judge have the same owners: a long run has few such bands.
     bands: dict[tuple[bool, ...], list[int]] = {}
     assigned = []
-    for step in differences.steps:
+    for step in steps:
         band = tuple(check.steps is None or step in check.steps for check in checks)
         if band not in bands:
             bands[band] = [owner(checks, key, step) for key in keys]
         assigned.append(bands[band])
-    return np.array(assigned, dtype=np.intp).reshape(len(differences.steps), len(keys))
+    return np.array(assigned, dtype=np.intp).reshape(len(steps), len(keys))
 
 
 def judge(
@@ -187,6 +187,7 @@ def judge(
     checks: Sequence[Check],
     flaky: BoolArray | None = None,
     seen: SpreadSeen | None = None,
+    owners: IntArray | None = None,
 ) -> Judgement:
     """Judge all cells of one pair of runs.
 
@@ -194,10 +195,11 @@ def judge(
         limits: Tolerances laid out for the same series and steps; None: assumed floors.
         flaky: [series] exact kinds that differ among the baselines themselves, and are not judged.
         seen: How far the baselines at hand are apart.
+        owners: From `assign`, which takes a while; None: it is asked.
     """
     d, index = differences, differences.index
     cell_of = index.of_cell
-    check = assign(d, checks)
+    check = assign(index, d.steps, checks) if owners is None else owners
     form_of = np.array([c.form for c in checks] + ["none"])
     form = form_of[check][:, None, cell_of]
     required = np.array([c.required for c in checks] + [False])[check][:, None, cell_of]

@@ -8,16 +8,14 @@ Shapes: S steps, R ranks, C cells.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from probe.check import NO_CHECK, Check, default_checks, owner
 from probe.errors import IncomparableError, ToleranceError, listed
 from probe.judge import check_rows, provenance_changes
-from probe.judge.cells import Judgement, judge, spread_seen
+from probe.judge.cells import Judgement, assign, judge, spread_seen
 from probe.judge.comparison import Calibration, Comparison, Coverage, FirstDivergence, Outcome, PairSummary
 from probe.judge.fit import edits, fit_notes
 from probe.judge.kernels import kernel_changes
@@ -25,27 +23,14 @@ from probe.judge.limits import Limits, edited, lay_out
 from probe.judge.locate import locate
 from probe.judge.outcome import Baselines, Gaps, decide
 from probe.judge.tolerance import Tolerances
-from probe.measure.differences import MISSING, UNEXPECTED, Axes, Collector, Differences, series_scale, walk
-from probe.measure.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32, measure
-from probe.measure.loss_scale import MICRO_LOSS, agreed_scales, as_backward_got, divisors, microbatches
-from probe.measure.microbatches import matched
+from probe.measure.differences import MISSING, UNEXPECTED, Axes, Differences
+from probe.measure.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32
+from probe.measure.loss_scale import MICRO_LOSS
+from probe.measure.pairs import PairsMeasured, Runs, Spread, measure_pairs
 from probe.measure.reduced import reduced
-from probe.measure.series import Alignment, BoolArray, CaptureLike, Catalog, FloatArray, SeriesIndex
+from probe.measure.series import BoolArray, CaptureLike, SeriesIndex
 from probe.measure.whole import whole
 from probe.point import Key, Kind
-from probe.store.layout import StepRows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """All pairs of runs: baselines first, then candidates."""
-
-    pairs: dict[tuple[int, int], Differences]
-    keys: tuple[Key, ...]
-    scales: dict[float, int]
-    """Factor by which a candidate scaled its loss, and in how many microbatches."""
-    cuts: dict[tuple[int, int], int]
-    """Microbatches per step of the arms where they differ, and how many values are not compared for it."""
 
 
 def compare(
@@ -79,8 +64,15 @@ def compare_cells(
     *,
     checks: Sequence[Check] | None = None,
     same_code: bool = False,
+    spread: Spread | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> tuple[Comparison, tuple[Judgement, ...]]:
-    """Compare as `compare` does, and return the judgement of each candidate beside it, for plots of every cell."""
+    """Compare as `compare` does, and return the judgement of each candidate beside it, for plots of every cell.
+
+    Args:
+        spread: Where captures are read and measured; None: in this process.
+        progress: Is told which part of that is done, from 0 to 1.
+    """
     if not baselines or not candidates:
         raise IncomparableError(
             f"A comparison needs at least one run of each arm, and got {len(baselines)} baselines and "
@@ -90,13 +82,27 @@ def compare_cells(
     checks = default_checks() if checks is None else checks
     runs = reduced([whole(run) for run in (*baselines, *candidates)], checks)
     axes = _axes(baselines, candidates)
-    measured = _measure(runs, len(baselines), axes, _loss_tolerances(tolerances, axes))
+    work = Runs(
+        captures=tuple(runs),
+        baselines=len(baselines),
+        axes=axes,
+        loss_tolerances=_loss_tolerances(tolerances, axes),
+    )
+    measured = measure_pairs(work, spread, progress)
     index = measured.pairs[0, len(baselines)].index
     limits = None if tolerances is None else _limits(tolerances, index, axes, checks, baselines[0])
     flaky = _flaky(measured, len(baselines), index, checks)
     seen = spread_seen([d for (_, two), d in measured.pairs.items() if two < len(baselines)])
-    judged = {pair: judge(differences, limits, checks, flaky, seen) for pair, differences in measured.pairs.items()}
-    judgements = [judged[0, len(baselines) + c] for c in range(len(candidates))]
+    known = _known_of(baselines, measured)
+    owners = assign(index, axes.steps, checks)
+    judgements: list[Judgement] = []
+    summaries_of_pairs: list[PairSummary] = []
+    for one, two in list(measured.pairs):
+        # A judgement of all cells is large: only the candidates' are kept.
+        judgement = judge(measured.pairs.pop((one, two)), limits, checks, flaky, seen, owners)
+        summaries_of_pairs.append(_pair(runs, len(baselines), (one, two), judgement))
+        if one == 0 and two >= len(baselines):
+            judgements.append(judgement)
     rows = check_rows.rows(checks, judgements, limits)
     coverage = _coverage([judgement.differences for judgement in judgements])
     decision = decide(
@@ -104,7 +110,7 @@ def compare_cells(
         rows,
         tolerances,
         _gaps(baselines[0], candidates, judgements),
-        _known_of(baselines, measured),
+        known,
     )
     located = locate(judgements) if decision.outcome in (Outcome.DIFFERENT, Outcome.INCONCLUSIVE) else None
     summaries = tuple(
@@ -118,7 +124,7 @@ def compare_cells(
         first_divergence=located,
         coverage=coverage,
         runs=summaries,
-        pairs=_pairs(runs, len(baselines), judged),
+        pairs=tuple(summaries_of_pairs),
         provenance_changes=(
             *provenance_changes.changes(baselines[0], candidates[0]),
             *kernel_changes(summaries[0].attention, summaries[len(baselines)].attention),
@@ -136,7 +142,7 @@ def compare_cells(
     return comparison, tuple(judgements)
 
 
-def _known_of(baselines: Sequence[CaptureLike], measured: _Measured) -> Baselines:
+def _known_of(baselines: Sequence[CaptureLike], measured: PairsMeasured) -> Baselines:
     of_pairs = [d for (_, two), d in measured.pairs.items() if two < len(baselines)]
     same = all(bool((d.identical | d.exact)[d.present].all()) and not d.absent.any() for d in of_pairs)
     return Baselines(
@@ -174,47 +180,6 @@ def _loss_tolerances(tolerances: Tolerances | None, axes: Axes) -> dict[int, flo
     return {step: max(member.tolerance[int(i)], assumed) for step, i in zip(axes.steps, at, strict=True)}
 
 
-def _measure(runs: Sequence[CaptureLike], baselines: int, axes: Axes, loss_tolerances: dict[int, float]) -> _Measured:
-    catalog = Catalog()
-    collectors = {pair: Collector() for pair in itertools.combinations(range(len(runs)), 2)}
-    scales: dict[float, int] = {}
-    cuts: dict[tuple[int, int], int] = {}
-    for stop in walk(runs, axes):
-        rows = [as_backward_got(each) for each in stop.rows]
-        for (one, two), collector in collectors.items():
-            both = matched(stop.rows[one], stop.rows[two])
-            expected, actual = rows[one], rows[two]
-            if both.numbers is not None:
-                expected, actual = as_backward_got(both.baseline), as_backward_got(both.candidate)
-                if one == 0 and two >= baselines:
-                    cuts[both.numbers] = cuts.get(both.numbers, 0) + both.left_out
-            aligned = catalog.align(expected.keys, actual.keys)
-            divisor = None
-            if one < baselines <= two:
-                found = agreed_scales(both.baseline, both.candidate, loss_tolerances[stop.step])
-                divisor = _divisor(aligned, found, expected, actual)
-                if one == 0:
-                    for scale in found.values():
-                        scales[scale] = scales.get(scale, 0) + 1
-            measured = measure(expected, actual, aligned, divisor)
-            collector.add(stop.s, stop.r, measured, aligned, expected)
-    index = SeriesIndex(catalog.keys)
-    first = collectors[0, 1].finish(axes, catalog, index)
-    unit = series_scale(np.where(first.number, first.expected, np.nan), index)
-    return _Measured(
-        pairs={pair: collector.finish(axes, catalog, index, unit) for pair, collector in collectors.items()},
-        keys=tuple(catalog.keys),
-        scales=scales,
-        cuts=cuts,
-    )
-
-
-def _divisor(aligned: Alignment, scales: dict[int, float], one: StepRows, two: StepRows) -> FloatArray | None:
-    if not scales:
-        return None
-    return divisors(aligned, scales, (microbatches(one.keys), microbatches(two.keys)))
-
-
 def _limits(
     tolerances: Tolerances, index: SeriesIndex, axes: Axes, checks: Sequence[Check], baseline: CaptureLike
 ) -> Limits:
@@ -239,15 +204,17 @@ def _form(key: Key, checks: Sequence[Check]) -> str:
     return "record only" if number == NO_CHECK else checks[number].form
 
 
-def _flaky(measured: _Measured, baselines: int, index: SeriesIndex, checks: Sequence[Check]) -> BoolArray:
+def _flaky(measured: PairsMeasured, baselines: int, index: SeriesIndex, checks: Sequence[Check]) -> BoolArray:
     """Find exact kinds that differ among the baselines themselves, [series]."""
     flaky = np.zeros(len(index), dtype=bool)
-    unjudged = np.array([key.kind is Kind.BATCH or _form(key, checks) == "record only" for key in index.keys])
     for (_, two), d in measured.pairs.items():
         if two < baselines:
             unequal = (d.exact & d.present & ~d.identical).any(axis=(0, 1))
             np.logical_or.at(flaky, index.of_cell, unequal)
-    return np.asarray(flaky & ~unjudged, dtype=np.bool_)
+    for series in np.flatnonzero(flaky):
+        key = index.keys[int(series)]
+        flaky[series] = key.kind is not Kind.BATCH and _form(key, checks) != "record only"
+    return flaky
 
 
 def _coverage(of_candidates: Sequence[Differences]) -> Coverage:
@@ -301,29 +268,23 @@ def _gaps(baseline: CaptureLike, candidates: Sequence[CaptureLike], judgements: 
     return Gaps(matched_share=share, stopped=stopped, other_steps=other_steps, ranks=ranks)
 
 
-def _pairs(
-    runs: Sequence[CaptureLike], baselines: int, judged: dict[tuple[int, int], Judgement]
-) -> tuple[PairSummary, ...]:
+def _pair(runs: Sequence[CaptureLike], baselines: int, pair: tuple[int, int], judgement: Judgement) -> PairSummary:
+    one, two = pair
     relations = {(True, True): "baseline pair", (False, False): "candidate pair", (True, False): "cross pair"}
-    made = []
-    for (one, two), judgement in judged.items():
-        excess = np.where(judgement.exact, np.nan, judgement.excess)
-        where, ratio = "", float("nan")
-        if not np.isnan(excess).all():
-            s, r, cell = (int(i) for i in np.unravel_index(int(np.nanargmax(excess)), excess.shape))
-            d = judgement.differences
-            ratio = float(excess[s, r, cell])
-            where = f"{d.keys[cell].label}, step {d.steps[s]}, rank {d.ranks[r]}" if ratio > 0 else ""
-        made.append(
-            PairSummary(
-                first=str(runs[one].path),
-                second=str(runs[two].path),
-                relation=relations[one < baselines, two < baselines],
-                ratio=ratio,
-                where=where,
-            )
-        )
-    return tuple(made)
+    excess = np.where(judgement.exact, np.nan, judgement.excess)
+    where, ratio = "", float("nan")
+    if not np.isnan(excess).all():
+        s, r, cell = (int(i) for i in np.unravel_index(int(np.nanargmax(excess)), excess.shape))
+        d = judgement.differences
+        ratio = float(excess[s, r, cell])
+        where = f"{d.keys[cell].label}, step {d.steps[s]}, rank {d.ranks[r]}" if ratio > 0 else ""
+    return PairSummary(
+        first=str(runs[one].path),
+        second=str(runs[two].path),
+        relation=relations[one < baselines, two < baselines],
+        ratio=ratio,
+        where=where,
+    )
 
 
 def _reason(reason: str, outcome: Outcome, located: FirstDivergence | None) -> str:
@@ -340,7 +301,7 @@ def _notes(
     baselines: Sequence[CaptureLike],
     candidates: Sequence[CaptureLike],
     judgements: Sequence[Judgement],
-    measured: _Measured,
+    measured: PairsMeasured,
     tolerances: Tolerances | None,
     index: SeriesIndex,
     flaky: BoolArray,

@@ -9,7 +9,8 @@ Shapes: S steps, R ranks, C cells (key with its microbatch).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,31 +104,90 @@ class Axes:
         )
 
 
-def walk(captures: Sequence[CaptureLike], axes: Axes) -> Iterator[Stop]:
-    """Read the shared segments of several runs side by side, step by step, rank by rank."""
-    for s, step in enumerate(axes.steps):
-        for r, rank in enumerate(axes.ranks):
-            if step in axes.by_rank[rank]:
-                yield Stop(s, step, r, rank, tuple(capture.rows(rank, step) for capture in captures))
+def places(axes: Axes) -> list[tuple[int, int]]:
+    """List which segments the runs share, step by step, rank by rank: indices of step and rank."""
+    held = [set(axes.by_rank[rank]) for rank in axes.ranks]
+    return [(s, r) for s, step in enumerate(axes.steps) for r in range(len(axes.ranks)) if step in held[r]]
+
+
+def walk(captures: Sequence[CaptureLike], axes: Axes, only: Sequence[tuple[int, int]] | None = None) -> Iterator[Stop]:
+    """Read the shared segments of several runs side by side, step by step, rank by rank.
+
+    Args:
+        only: Some of `places`, in their order; None: all.
+    """
+    for s, r in places(axes) if only is None else only:
+        step, rank = axes.steps[s], axes.ranks[r]
+        yield Stop(s, step, r, rank, tuple(capture.rows(rank, step) for capture in captures))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What was measured at one stop."""
+
+    s: int
+    r: int
+    cells: IntArray
+    measured: Measured
+    missing: IntArray
+    missing_order: npt.NDArray[np.int32]
+    unexpected: IntArray
 
 
 class Collector:
     """Gather measured segments of one pair of runs, and make dense arrays of them once all keys are known."""
 
     def __init__(self) -> None:
-        self._measured: list[tuple[int, int, Measured, Alignment]] = []
-        self._baseline_order: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
+        self._parts: list[_Part] = []
 
     def add(self, s: int, r: int, measured: Measured, pairs: Alignment, baseline: StepRows) -> None:
         """Keep one segment's measurements."""
-        self._measured.append((s, r, measured, pairs))
-        self._baseline_order[s, r] = baseline.order
+        self._parts.append(
+            _Part(
+                s=s,
+                r=r,
+                cells=measured.cells,
+                measured=measured,
+                missing=pairs.missing,
+                missing_order=baseline.order[pairs.missing_rows],
+                unexpected=pairs.unexpected,
+            )
+        )
 
-    def dense(self, name: str, axes: Axes, catalog: Catalog) -> FloatArray:
-        """Return one field of `Measured` as [S, R, C], NaN where nothing was measured."""
-        out = np.full((len(axes.steps), len(axes.ranks), len(catalog)), np.nan)
-        for s, r, measured, _ in self._measured:
-            out[s, r, measured.cells] = getattr(measured, name)
+    def take(self, other: Collector, cells: IntArray) -> None:
+        """Add what another collector gathered.
+
+        Args:
+            cells: What the other's cells are called here.
+        """
+        renumbered: dict[int, IntArray] = {}  # Most stops have the same cells, in one array.
+        for part in other._parts:
+            measured, at = part.measured, id(part.cells)
+            if at not in renumbered:
+                renumbered[at] = cells[part.cells]
+            texts = {int(cells[cell]): both for cell, both in measured.texts.items()}
+            self._parts.append(
+                replace(
+                    part,
+                    cells=renumbered[at],
+                    measured=replace(measured, cells=renumbered[at], texts=texts),
+                    missing=cells[part.missing],
+                    unexpected=cells[part.unexpected],
+                )
+            )
+
+    def dense(
+        self, name: str, axes: Axes, catalog: Catalog, empty: float = np.nan, kind: type = float
+    ) -> npt.NDArray[Any]:
+        """Return one field of `Measured` as [S, R, C].
+
+        Args:
+            empty: Where nothing was measured.
+            kind: Element type.
+        """
+        out: npt.NDArray[Any] = np.full((len(axes.steps), len(axes.ranks), len(catalog)), empty, dtype=kind)
+        for part in self._parts:
+            out[part.s, part.r, part.cells] = getattr(part.measured, name)
         return out
 
     def finish(self, axes: Axes, catalog: Catalog, index: SeriesIndex, scale: FloatArray | None = None) -> Differences:
@@ -138,46 +198,56 @@ class Collector:
         """
         shape = (len(axes.steps), len(axes.ranks), len(catalog))
 
-        def flags(name: str) -> BoolArray:
-            return np.nan_to_num(self.dense(name, axes, catalog), nan=0.0).astype(bool)
+        def dense(name: str, empty: float = np.nan, kind: type = float) -> npt.NDArray[Any]:
+            return _folded(self.dense(name, axes, catalog, empty, kind))
 
         absent = np.zeros(shape, dtype=np.int8)
         present = np.zeros(shape, dtype=bool)
-        expected = self.dense("expected", axes, catalog)
-        order = np.nan_to_num(self.dense("order", axes, catalog), nan=-1.0).astype(np.int32)
-        for s, r, measured, pairs in self._measured:
-            order[s, r, pairs.missing] = self._baseline_order[s, r][pairs.missing_rows]
-            present[s, r, measured.cells] = True
-            absent[s, r, pairs.missing] = MISSING
-            absent[s, r, pairs.unexpected] = UNEXPECTED
-        raw = self.dense("difference", axes, catalog)
-        actual, number = self.dense("actual", axes, catalog), flags("number")
+        expected = dense("expected")
+        order = self.dense("order", axes, catalog, -1, np.int32)
+        for part in self._parts:
+            order[part.s, part.r, part.missing] = part.missing_order
+            present[part.s, part.r, part.cells] = True
+            absent[part.s, part.r, part.missing] = MISSING
+            absent[part.s, part.r, part.unexpected] = UNEXPECTED
+        raw, number = dense("difference"), dense("number", False, bool)
         if scale is None:
             scale = series_scale(np.where(number, expected, np.nan), index)
-        difference = np.where(number, raw / scale[index.of_cell], raw)
         return Differences(
             steps=axes.steps,
             ranks=axes.ranks,
             keys=tuple(catalog.keys),
             index=index,
-            difference=difference,
-            absolute=self.dense("absolute", axes, catalog),
+            difference=np.where(number, raw / scale[index.of_cell], raw),
+            absolute=dense("absolute"),
             scale=scale,
             expected=expected,
-            actual=actual,
-            present=present,
-            exact=flags("exact"),
-            identical=flags("identical"),
+            actual=dense("actual"),
+            present=_folded(present),
+            exact=dense("exact", False, bool),
+            identical=dense("identical", False, bool),
             number=number,
-            single=flags("single"),
-            nonfinite=np.nan_to_num(self.dense("nonfinite", axes, catalog), nan=0.0).astype(np.int8),
-            reshaped=flags("reshaped"),
-            retyped=flags("retyped"),
-            absent=absent,
-            order=order,
-            texts={(s, r, cell): both for s, r, measured, _ in self._measured for cell, both in measured.texts.items()},
-            assumed=self.dense("assumed", axes, catalog),
+            single=dense("single", False, bool),
+            nonfinite=dense("nonfinite", 0, np.int8),
+            reshaped=dense("reshaped", False, bool),
+            retyped=dense("retyped", False, bool),
+            absent=_folded(absent),
+            order=_folded(order),
+            texts={(part.s, part.r, cell): both for part in self._parts for cell, both in part.measured.texts.items()},
+            assumed=dense("assumed"),
         )
+
+
+def _folded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Keep what is the same at all steps and ranks once: half of what is dense is, in runs of any length."""
+    if not values.size:
+        return values
+    first = values[0, 0]
+    # Comparing all of a large array takes longer than the memory is worth where its second row differs already.
+    for some in (values[0, -1:], values[-1:, 0], values):
+        if not ((some == first) | ((some != some) & (first != first))).all():
+            return values
+    return np.broadcast_to(first.copy(), values.shape)
 
 
 def series_scale(numbers: FloatArray, index: SeriesIndex) -> FloatArray:

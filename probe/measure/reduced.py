@@ -91,6 +91,10 @@ class ReducedCapture(View):
                     made.append(_as_rows(rows, numbers))
         return _stacked(rows, made)
 
+    def across_ranks(self, step: int) -> bool:
+        """Tell whether a check averages over ranks, or what is below does."""
+        return any(check.over_ranks for check in self._checks) or super().across_ranks(step)
+
     def _parts(self, keys: tuple[Key, ...]) -> tuple[_Part, ...]:
         for known, parts in self._layouts:
             if known is keys or known == keys:

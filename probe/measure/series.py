@@ -83,6 +83,10 @@ class View:
     def steps(self, rank: int) -> tuple[int, ...]:
         return self._capture.steps(rank)
 
+    def across_ranks(self, step: int) -> bool:
+        """Tell whether what one rank shows is made of other ranks' segments too, as seen at this step."""
+        return isinstance(self._capture, View) and self._capture.across_ranks(step)
+
 
 def perturbation(capture: CaptureLike) -> str:
     """Return how the run was perturbed on purpose, e.g. `ulp:3`, or an empty text."""

@@ -46,14 +46,18 @@ class WholeCapture(View):
     def rows(self, rank: int, step: int) -> StepRows:
         """Return a segment with whole rows in place of parts, and wholes of which the rank itself holds nothing."""
         rows = self._capture.rows(rank, step)
-        if self._sharded is None:
-            self._sharded = any(_has_parts(other) for other in self._segments(step))
-        if not self._sharded:
+        if not self.across_ranks(step):
             return rows
         if step not in self._known:
             self._known = {step: _wholes(self._segments(step))}
         mine = {key: piece for (key, group), piece in self._known[step].items() if rank in group}
         return _placed(rows, mine)
+
+    def across_ranks(self, step: int) -> bool:
+        """Tell whether any rank holds parts; once told, it holds for all steps."""
+        if self._sharded is None:
+            self._sharded = any(_has_parts(other) for other in self._segments(step))
+        return self._sharded
 
     def _segments(self, step: int) -> list[StepRows]:
         return [self._capture.rows(rank, step) for rank in self.ranks if step in self.steps(rank)]

@@ -84,6 +84,10 @@ class Capture:
         self.problems = tuple(find_problems(path, self.manifest, self._steps))
         self._twins = Twins()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was learned, and name the folder so that a process elsewhere finds it."""
+        return self.__dict__ | {"path": self.path.absolute(), "_twins": Twins()}
+
     def steps(self, rank: int) -> tuple[int, ...]:
         """List the steps that a rank recorded, ascending."""
         if rank not in self._steps:
