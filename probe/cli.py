@@ -207,12 +207,21 @@ def calibrate(captures: tuple[Path, ...], output: Path, plan: Path | None, k: fl
     from probe.store.reader import open_capture
 
     checks = default_checks() if plan is None else load_plan(plan).checks
-    tolerances = calibrated([open_capture(path) for path in captures], k=k, checks=checks)
+    runs = [open_capture(path) for path in captures]
+    tolerances = calibrated(runs, k=k, checks=checks)
     try:
         save(tolerances, output)
     except OSError as error:
         raise ProbeError(f"Tolerance file {output} cannot be written: {error.strerror}.") from error
-    click.echo(calibration_table(tolerances))
+    add = []
+    if tolerances.assumed:
+        from probe.judge.provenance_changes import perturbations, run_summary
+        from probe.report.commands import perturbed_calibration
+
+        summaries = [run_summary(run, "baseline") for run in runs]
+        files = {"output": str(output), "plan": str(plan or "")}
+        add = perturbed_calibration(summaries, perturbations(runs[0]), k=k, **files)
+    click.echo(calibration_table(tolerances, add))
     click.echo(f"Tolerances of {len(captures)} runs are in {output}.", err=True)
 
 
@@ -290,7 +299,7 @@ def diff(
 
             click.echo(to_json(incomparable(str(error))))
         raise
-    comparison = replace(comparison, tolerances="" if tolerances is None else str(tolerances))
+    comparison = replace(comparison, tolerances=str(tolerances or ""), plan=str(plan or ""))
     reports = Reports(report=report, markdown=markdown, junit=junit, summary=summary)
     return show_comparison(comparison, judgements, checks, reports, as_json=as_json, everything=everything)
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from probe.judge.comparison import (
+    Calibration,
     CheckResult,
+    CodeChange,
     Comparison,
     Coverage,
     FirstDivergence,
@@ -16,9 +18,12 @@ from probe.judge.comparison import (
     PairSummary,
     Place,
     RunSummary,
+    Shown,
     Verdict,
+    Wanted,
     Worst,
 )
+from probe.judge.tolerance import CalibratedRun
 from probe.point import Kind
 from probe.report.grid import CellGrid
 
@@ -58,6 +63,7 @@ ATTENTION = CheckResult(
         difference=0.0041,
         tolerance=0.0123,
         spread=0.00411,
+        shown=Shown.L2_NORM,
     ),
     quantities=4,
     cells=1240,
@@ -139,6 +145,9 @@ CANDIDATE = replace(
     environment={"torch": "2.14.1", "device": "cuda"},
 )
 COVERAGE = Coverage(matched=5040)
+CODE = CodeChange(
+    changed=("model/attention.py", "model/mlp.py"), added=("model/fused.py",), outside=("/opt/kernels/rope.py",)
+)
 
 PASSING = Comparison(
     outcome=Outcome.EQUIVALENT,
@@ -158,6 +167,7 @@ PASSING = Comparison(
         PairSummary(first="captures/base-1", second="captures/opt-0", relation="cross pair", ratio=0.2, where="loss"),
         PairSummary(first="captures/base-0", second="captures/base-1", relation="baseline pair", ratio=0.31, where=""),
     ),
+    code=CodeChange(),
     tolerances="tolerances/job.toml",
 )
 
@@ -173,6 +183,7 @@ ABOVE = replace(
         difference=0.213,
         tolerance=0.0123,
         spread=0.00411,
+        shown=Shown.L2_NORM,
     ),
 )
 NOT_FINITE = replace(
@@ -194,7 +205,16 @@ DIVERGENCE = FirstDivergence(
     phase="forward",
     because="What entered it, blocks.2.norm1, is within tolerance.",
     after="After it, 30 of 100 values of step 1 are off.",
-    next="Keep the tensors around it: probe record --steps 1 --full blocks.2.attn -- CMD.",
+    next="Keep the tensors around it whole in both arms and compare again.",
+    keep=("forward/blocks.2", "forward/blocks.2.*"),
+    shown=Shown.L2_NORM,
+)
+CALIBRATION = Calibration(
+    k=3.0,
+    runs=tuple(
+        CalibratedRun(run_id=f"b{number}", path=f"base-{number}", command=RUN.command, commit="0391d1c7aa11")
+        for number in range(3)
+    ),
 )
 FAILING = Comparison(
     outcome=Outcome.DIFFERENT,
@@ -211,6 +231,8 @@ FAILING = Comparison(
     runs=(RUN, replace(CANDIDATE, problems=("rank 1 was not closed cleanly, last step 5",))),
     provenance_changes=("env ATTN_BACKEND: 'fa2' in the baseline, 'sdpa' in the candidate",),
     notes=("The loss of step 5 is not finite in the candidate.", "1 * 2 | 3"),
+    code=CODE,
+    calibration=CALIBRATION,
     tolerances="tolerances/job.toml",
 )
 INCONCLUSIVE = replace(
@@ -221,8 +243,8 @@ INCONCLUSIVE = replace(
     coverage=COVERAGE,
     provenance_changes=(),
     notes=(),
-    more_runs="two more baselines and one more candidate: probe record -o captures/base-3 --seed 42 -- accelerate "
-    "launch --num_processes 2 train.py --lr 1e-4",
+    more_runs="Record two more baselines and one more candidate, calibrate with all baselines, and compare all.",
+    wanted=Wanted(baselines=2, candidates=1, calibration=True),
 )
 NOT_COMPARABLE = replace(
     PASSING,
@@ -232,6 +254,7 @@ NOT_COMPARABLE = replace(
     coverage=Coverage(matched=0),
     runs=(RUN, CANDIDATE),
     pairs=(),
+    code=None,
     tolerances="",
 )
 

@@ -91,7 +91,7 @@ def test_a_fault_is_found_wherever_it_starts(kind: Kind, name: str) -> None:
 def test_a_passing_comparison_says_how_close_it_came_and_what_it_would_have_seen() -> None:
     comparison = judged(candidate())
     assert comparison.outcome is Outcome.EQUIVALENT
-    assert comparison.reason.startswith("Everything is within tolerance; the closest call is ")
+    assert comparison.reason.startswith("All that was judged is within tolerance; the closest call is ")
     assert comparison.first_divergence is None
     attention = row(comparison, "attention outputs")
     allowed = [TOLERANCES.members()[f"forward/blocks.{n}.attn"].tolerance[0] for n in range(3)]

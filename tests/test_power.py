@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ from probe.judge.compare import compare
 from probe.judge.inject import parse_injection
 from probe.judge.power import CheckPower, Power, measure_power, unexpected
 from probe.judge.tolerance import save
+from probe.point import Kind
 from probe.report.power import to_json, to_text
 from probe.selection import parse_steps
+from probe.store.layout import StepRows
 from probe.store.writer import RankWriter, create_capture, write_manifest
 
 
@@ -65,6 +68,29 @@ def test_the_judge_agrees_with_smallest_detectable_in_every_check(itself: bool) 
             if what not in ("loss", "gradient norm", "learning rate"):  # A tensor is allowed a part of itself.
                 assert one.flagged is (factor > 1)
         assert unexpected(found) == ""
+
+
+def test_what_is_zero_is_passed_over_for_the_next_quantity() -> None:
+    def zeroed(names: tuple[str, ...]) -> SyntheticCapture:
+        def edit(rows: StepRows) -> StepRows:
+            zero = np.array([key.kind is Kind.LR or key.name in names for key in rows.keys])
+            scalars = {name: np.where(zero, 0.0, values) for name, values in rows.scalars.items()}
+            sketch = np.where(zero[:, None], 0.0, rows.sketch).astype(np.float32)
+            return replace(rows, value=np.where(zero, 0.0, rows.value), scalars=scalars, sketch=sketch)
+
+        return candidate().edited(edit)
+
+    def scaled(into: SyntheticCapture, what: str) -> CheckPower:
+        found = measure_power([into], into, TOLERANCES, parse_injection("scale:1.01"), checks=default_checks())
+        return next(one for one in found.checks if one.what == what)
+
+    first = scaled(zeroed(()), "block outputs").label
+    after = scaled(zeroed((first.partition("/")[2],)), "block outputs")
+    assert (after.label != first, after.label.startswith("forward/blocks."), after.flagged) == (True, True, True)
+    assert (scaled(zeroed(()), "learning rate").flagged, scaled(zeroed(()), "learning rate").why_not) == (
+        None,
+        "all of its values are zero",
+    )
 
 
 def test_a_disagreement_is_named() -> None:

@@ -72,7 +72,7 @@ def test_all_that_differs_between_the_arms_is_listed() -> None:
         versions={"torch": "2.15.0"},
     )
     assert changes(one, two) == (
-        "command: 'python train.py' -> \"python train.py '--fused attention'\"",
+        "command: with '--fused attention'",
         "perturb: '' -> 'ulp:1'",
         "code: 1 file differs: train.py",
         "commit: aaaaaaaaaaaa -> bbbbbbbbbbbb",
@@ -89,6 +89,28 @@ def test_files_are_compared_by_their_path_inside_the_tree() -> None:
         run("b"), trees=[tree("a", root="/two")], code={"hash": "2", "files": {"/two/m.py": "x", "/two/n.py": "z"}}
     )
     assert changes(one, two) == ("code: 1 file differs: n.py",)
+
+
+def test_files_outside_the_trees_are_counted_after_those_inside() -> None:
+    outside = {f"/generated/{number}.py": "x" for number in range(4)}
+    one = with_provenance(run("a"), trees=[tree("a", root="/src")], code={"hash": "1", "files": {"/src/m.py": "x"}})
+    two = with_provenance(
+        run("b"), trees=[tree("a", root="/src")], code={"hash": "2", "files": {"/src/m.py": "y", **outside}}
+    )
+    assert changes(one, two) == (
+        "code: 5 files differ: m.py; 4 outside the source trees (/generated/0.py, /generated/1.py and 2 more)",
+    )
+
+
+def test_what_a_launcher_makes_up_for_each_launch_is_no_difference() -> None:
+    one, two = (
+        replace(
+            run("a"),
+            manifest={**run("a").manifest, "env": {"TORCHELASTIC_ERROR_FILE": path, "ATTN": kernel}},
+        )
+        for path, kernel in (("/tmp/1", "fa2"), ("/tmp/2", "sdpa"))
+    )
+    assert changes(one, two) == ("env.ATTN: fa2 -> sdpa",)
 
 
 def test_files_that_differ_are_told_apart_by_which_arm_ran_them_and_where_they_lie() -> None:

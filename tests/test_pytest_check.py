@@ -112,7 +112,7 @@ def test_output_loss_gradients_and_parameters_after_a_step_are_all_compared() ->
 def test_the_first_divergence_is_the_module_behind_the_fault() -> None:
     text = failure(checker(), Net(scale=1.001), baseline=Net(), inputs=(X,))
     assert text.splitlines()[1] == "First divergence: step 1, microbatch 0, rank 0: forward/drop"
-    assert "  wrong here (forward): Everything recorded before it in the step is within tolerance" in text
+    assert "  origin here (forward): Everything compared before it in the step is within tolerance" in text
 
 
 def test_other_weights_are_told_from_another_computation() -> None:

@@ -106,10 +106,10 @@ def test_a_candidate_that_departs_fails_and_says_where_and_how_to_accept_it(
         "probe.errors.NotEquivalentError: Different: 3 quantities are more than 10 times above tolerance. The first "
         "divergence is forward of (output) at step 1, rank 0 (forward).",
         "First divergence: step 1, microbatch 0, rank 0: forward/(output)",
-        "difference 100 %, tolerance 9.54e-07, expected 4, actual 8",
-        "wrong here (forward): Everything recorded before it in the step is within tolerance, last batch/(input)[0] (0 "
-        "x its tight tolerance).",
-        "Worst: output, step 1, rank 0, (output): expected 4, actual 8",
+        "difference 100 %, tight tolerance 9.54e-07, l2 norm expected 4, actual 8",
+        "origin here (forward): Everything compared before it in the step is within tolerance, last batch/(input)[0] "
+        "(0 x its tight tolerance).",
+        "Worst: output, step 1, rank 0, (output): l2 norm expected 4, actual 8",
         "difference 100 %, allowed 9.54e-07 (the baseline, perturbed by one ulp, moves by up to 1.55e-07)",
         "Would have passed: tolerances 1.05e+06 times as wide.",
         f"Baseline: {BASELINE}, recorded TIME.",

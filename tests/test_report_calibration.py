@@ -42,9 +42,11 @@ Note: The runs' commands differ."""
 
 
 def test_assumed_tolerances_are_called_assumed_and_the_runs_to_add_are_named() -> None:
-    text = calibration_table(replace(TOLERANCES, assumed=True, runs=(RUN,), notes=()))
-    assert text.splitlines()[-4:-2] == [
+    assumed = replace(TOLERANCES, assumed=True, runs=(RUN,), notes=())
+    assert calibration_table(assumed, ["probe record -o ulp-1 --perturb ulp:1 -- CMD"]).splitlines()[-6:-2] == [
         "Runs: 1 plain; steps 1-2; tolerance = 3 x spread.",
-        "Assumed: the runs are bit-identical, so these tolerances are floors that nothing was measured for. "
-        "Add runs recorded with --perturb ulp:1, ulp:2 and ulp:3.",
+        "Assumed: the runs are bit-identical, so these tolerances are floors that nothing was measured for.",
+        "To measure them, record the unmodified code perturbed (--perturb) and calibrate again:",
+        "  probe record -o ulp-1 --perturb ulp:1 -- CMD",
     ]
+    assert "To measure them" not in calibration_table(assumed)

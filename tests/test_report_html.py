@@ -16,8 +16,11 @@ import pytest
 from report_cases import ABOVE, DIVERGENCE, FAILING, GRID, INCONCLUSIVE, NAN, NOT_COMPARABLE, PASSING
 
 from probe.judge.comparison import Comparison
+from probe.report.commands import ADD_RUNS, NARROW_DOWN, next_commands, reproduce, script
 from probe.report.grid import CellGrid
 from probe.report.html import to_html
+from probe.report.machine import as_object
+from probe.report.page import STYLE
 from probe.report.plots import distribution, ratio_over_steps
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -57,7 +60,7 @@ def test_every_element_is_closed_and_the_page_asks_for_nothing(comparison: Compa
     page = Page(text)
     assert page.stack == []
     assert page.addresses == ["data:,"]
-    assert re.findall(r"url\(|@import|https?://", text) == []
+    assert re.findall(r"url\(|@import|https?://|\bsrc=|XMLHttpRequest|fetch\(|WebSocket|sendBeacon", text) == []
     assert page.texts["h1"] == comparison.outcome.value.capitalize()
 
 
@@ -67,6 +70,58 @@ def test_the_verdict_and_the_first_divergence_stand_first() -> None:
         "Different: 3 quantities are more than 10 times above tolerance. The first divergence is blocks.2.attn."
     )
     assert page.texts["#first"] == "step 1, microbatch 0, rank 1 only: forward/blocks.2.attn"
+
+
+def test_what_a_reader_must_know_stands_with_the_verdict() -> None:
+    card = to_html(FAILING, GRID).partition('id="verdict"')[2].partition("</div>")[0]
+    assert re.findall(r"<li>(.*?)</li>", card) == [
+        "Code that differs: 2 files changed (<code>model/attention.py</code>, <code>model/mlp.py</code>), 1 file only "
+        "in the candidate (<code>model/fused.py</code>), 1 file outside the source trees.",
+        "Modules in the baseline only (no longer called, or inside a compiled region): <code>blocks.*.mlp</code> (12).",
+        "Modules in the candidate only: <code>blocks.0.fused|mlp</code>.",
+        "1 check judged nothing: LoRA parameters of every block after step (no quantity of this check is in both "
+        "arms).",
+        "1 check proved nothing by passing, for a scrambled run would pass too (vacuous): norm outputs.",
+        "8 of 2,538 values were not judged, in 1 check; the rows say why.",
+    ]
+
+
+def test_commands_are_whole_lines_that_one_click_selects() -> None:
+    blocks = [unescape(block) for block in re.findall(r'<pre class="paste">(.*?)</pre>', to_html(INCONCLUSIVE), re.S)]
+    assert [block.splitlines() for block in blocks] == [
+        script(next_commands(INCONCLUSIVE), NARROW_DOWN),
+        script(next_commands(INCONCLUSIVE), ADD_RUNS),
+        reproduce(INCONCLUSIVE),
+    ]
+    assert ".paste{user-select:all}" in STYLE
+
+
+def test_the_words_of_the_page_are_explained_where_they_are_used() -> None:
+    failing = to_html(replace(FAILING, checks=(*FAILING.checks, replace(ABOVE, fit="flaky", assumed=True))))
+    lists = [re.findall(r"<dt>(.*?)</dt>", found) for found in re.findall(r"<dl.*?</dl>", failing)]
+    assert lists == [
+        ["origin", "tight tolerance"],
+        ["value", "spread", "tolerance", "sees", "horizon", "vacuous", "flaky", "assumed"],
+    ]
+    marked = set(re.findall(r'<abbr title="([^:"]*): [^"]+">', failing))
+    assert marked == {"origin", "tight tolerance", "spread", "tolerance", "sees", "vacuous", "flaky", "assumed"}
+    assert [re.findall(r"<dt>(.*?)</dt>", found) for found in re.findall(r"<dl.*?</dl>", to_html(PASSING))] == [
+        ["value", "spread", "tolerance", "sees", "assumed"]
+    ]
+
+
+def test_the_runs_that_tolerances_come_from_stand_beside_those_compared() -> None:
+    table = to_html(FAILING).partition('id="runs"')[2].partition("<details>")[0]
+    rows = re.findall(r"<tr>(.*?)</tr>", table)[1:]
+    cells = [re.findall(r"<span>(.*?)</span></td>", row)[:2] for row in rows]
+    assert [(arm, re.sub("<.*", "", run.removeprefix("<code>"))) for arm, run in cells] == [
+        ("baseline", "base-0"),
+        ("candidate", "opt-0"),
+        ("calibration", "base-1"),
+        ("calibration", "base-2"),
+    ]
+    assert "Tolerances: 3 x the spread of <code>base-0</code>, <code>base-1</code>, <code>base-2</code>." in table
+    assert "No tolerances were measured." in to_html(NOT_COMPARABLE)
 
 
 def test_names_cannot_become_markup() -> None:
@@ -126,7 +181,9 @@ def test_a_plot_of_one_step_and_of_unknown_spread_is_drawn() -> None:
 def test_the_distribution_counts_shares_of_both() -> None:
     drawing = distribution(np.array([0.1, 0.1, 20.0, NAN]), np.array([0.1]))
     tips = re.findall(r"<title>([^<]*)</title>", drawing)
-    assert tips == ["66.7 % of the cells between 0.1 and 0.18", "33.3 % of the cells between 18 and 32"]
+    assert tips == ["66.7 % of the values between 0.1 and 0.18", "33.3 % of the values between 18 and 32"]
+    ends = re.findall(r'<text[^>]*text-anchor="(?:middle|end)"[^>]*>([^<]*)</text>', drawing)
+    assert ends == ["≤ 1e-4", "0.001", "0.01", "0.1", "1", "10", "100", "≥ 1000"]
 
 
 def large(series: int = 2000, steps: int = 30) -> CellGrid:
@@ -146,18 +203,64 @@ def test_two_thousand_quantities_over_thirty_steps_stay_far_below_5_megabytes() 
     assert len(to_html(FAILING, large()).encode()) < 2_000_000
 
 
-def dom(tmp_path: Path, comparison: Comparison, grid: CellGrid, fragment: str = "") -> tuple[str, str]:
-    """Open the page in a browser and return the document it made, and what it wrote to the console."""
-    page = tmp_path / "page.html"
-    page.write_text(to_html(comparison, grid), encoding="utf-8")
+NOBODY = "http://127.0.0.1:1"
+"""A proxy that is not there: what is asked for goes nowhere."""
+
+
+def opened(tmp_path: Path, page: Path, fragment: str = "") -> tuple[str, str, list[str]]:
+    """Open a page in a browser; return the document it made, what it wrote to the console, and what it asked for."""
     assert CHROMIUM is not None
+    log = tmp_path / "requests.json"
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += [f"--proxy-server={NOBODY}", "--proxy-bypass-list=<-loopback>", f"--log-net-log={log}"]
     command += ["--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}", f"{page.as_uri()}{fragment}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    started = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
+    # The browser has errands of its own, which no page began.
+    asked = [each["url"] for each in started if each.get("initiator", "not an origin") != "not an origin"]
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line), asked
+
+
+def dom(tmp_path: Path, comparison: Comparison, grid: CellGrid, fragment: str = "") -> tuple[str, str]:
+    """Open the page of a comparison, which must ask for nothing; return its document and console."""
+    page = tmp_path / "page.html"
+    page.write_text(to_html(comparison, grid), encoding="utf-8")
+    document, console, asked = opened(tmp_path, page, fragment)
+    assert asked == []
+    return document, console
 
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium")
+
+
+@needs_browser
+def test_a_page_that_asks_for_something_would_be_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    asking = '<script>new WebSocket("ws://elsewhere.invalid/");throw new Error("x")</script>'
+    page.write_text(f'{asking}<img src="http://elsewhere.invalid/x.png">')
+    _, console, asked = opened(tmp_path, page)
+    assert "Uncaught Error: x" in console
+    assert sorted(asked) == ["http://elsewhere.invalid/x.png", "ws://elsewhere.invalid/"]
+
+
+@needs_browser
+def test_a_browser_shows_the_table_of_the_json_object(tmp_path: Path) -> None:
+    document, console = dom(tmp_path, FAILING, GRID)
+    assert console == ""
+    found = {check["what"]: check for check in as_object(FAILING)["checks"]}
+    body = document.partition('id="checks"')[2].partition("</table>")[0].partition("<tbody>")[2]
+    rows = [
+        [unescape(text) for text in re.findall(r"<td[^>]*><span>(?:<b[^>]*>)?([^<]*)", row)]
+        for row in re.findall(r"<tr.*?</tr>", body)
+    ]
+    assert sorted(row[0] for row in rows) == sorted(found)
+    for what, where, _, difference, allowed, verdict in rows:
+        check = found[what]
+        above = f" {check['above']:,} of {check['cells']:,}" if check["verdict"] in ("above", "not finite") else ""
+        assert (verdict, where) == (f"{check['verdict']}{above}", check["where"].partition("`")[0])
+        for shown, number in ((difference, check["difference"]), (allowed, check["tolerance"])):
+            if shown.endswith(" %"):
+                assert float(shown.removesuffix(" %")) == pytest.approx(100 * number, rel=5e-3)
 
 
 @needs_browser

@@ -19,7 +19,7 @@ def test_checks_become_test_cases_and_the_verdict_is_one_too() -> None:
   <testcase classname="probe" name="batch" />
   <testcase classname="probe" name="attention outputs">
     <failure message="above 31 of 1,240">difference 21.3 %, tolerance 1.23 %; worst at step 1, rank 1, blocks.2.attn: \
-expected 12.3, actual 12.6</failure>
+l2 norm expected 12.3, actual 12.6</failure>
   </testcase>
   <testcase classname="probe" name="state, not judged">
     <skipped message="recorded only" />

@@ -9,13 +9,13 @@ from report_cases import ABOVE, DIVERGENCE, FAILING, INCONCLUSIVE, NOT_COMPARABL
 
 from probe.report.machine import as_object, incomparable, to_json
 
-TOP = ["verdict", "exit", "first_divergence", "checks", "coverage", "runs", "provenance_changes"]
+TOP = ["verdict", "exit", "first_divergence", "checks", "coverage", "runs", "provenance_changes", "next", "calibration"]
 DIVERGED = ["step", "microbatch", "rank", "kind", "name", "order", "difference", "tolerance", "origin"]
 CHECK = [
     *["what", "where", "verdict", "difference", "unit", "tolerance", "form", "spread", "worst"],
-    *["cells", "above", "not_compared", "smallest_detectable", "vacuous"],
+    *["cells", "above", "not_compared", "smallest_detectable", "vacuous", "flaky", "assumed"],
 ]
-WORST = ["step", "rank", "name", "expected", "actual"]
+WORST = ["step", "rank", "name", "expected", "actual", "shown"]
 
 
 def test_the_keys_are_the_contract() -> None:
@@ -58,12 +58,21 @@ def test_a_check_and_a_divergence_become_these_objects() -> None:
             "tolerance": 0.0123,
             "form": "calibrated",
             "spread": 0.00777,
-            "worst": {"step": 1, "rank": 1, "name": "blocks.2.attn", "expected": 12.3456, "actual": 12.6012},
+            "worst": {
+                "step": 1,
+                "rank": 1,
+                "name": "blocks.2.attn",
+                "expected": 12.3456,
+                "actual": 12.6012,
+                "shown": "l2 norm",
+            },
             "cells": 1240,
             "above": 31,
             "not_compared": 0,
             "smallest_detectable": 0.0061,
             "vacuous": False,
+            "flaky": False,
+            "assumed": False,
         }
     ]
 
@@ -93,6 +102,7 @@ def test_runs_carry_their_provenance() -> None:
             "environment": {"torch": "2.14.1", "device": "cpu"},
             "attention": {},
             "problems": [],
+            "step_offset": 0,
         }
     ]
 
@@ -106,4 +116,36 @@ def test_captures_that_share_nothing_still_give_an_object() -> None:
         "coverage": {"matched": 0, "missing": [], "unexpected": []},
         "runs": [],
         "provenance_changes": [],
+        "next": [],
+        "calibration": None,
     }
+
+
+def test_a_declared_tolerance_below_the_noise_is_flaky_and_a_floor_is_assumed() -> None:
+    checks = (replace(ABOVE, fit="flaky"), replace(ABOVE, fit="vacuous"), replace(ABOVE, assumed=True))
+    found = [(c["vacuous"], c["flaky"], c["assumed"]) for c in as_object(replace(FAILING, checks=checks))["checks"]]
+    assert found == [(False, True, False), (True, False, False), (False, False, True)]
+
+
+def test_what_to_run_next_is_a_list_of_command_lines() -> None:
+    found = json.loads(to_json(FAILING))["next"]
+    assert found[-1] == {
+        "purpose": "narrow down",
+        "arm": None,
+        "command": "probe diff captures/base-0-full captures/opt-0-full -t tolerances/job.toml",
+    }
+    assert [(each["purpose"], each["arm"]) for each in json.loads(to_json(INCONCLUSIVE))["next"]] == [
+        ("add runs", "baseline"),
+        ("add runs", "baseline"),
+        ("add runs", None),
+        ("add runs", "candidate"),
+        ("add runs", None),
+        ("narrow down", "baseline"),
+        ("narrow down", "candidate"),
+        ("narrow down", None),
+    ]
+
+
+def test_the_runs_that_tolerances_come_from_are_listed() -> None:
+    found = as_object(FAILING)["calibration"]
+    assert (found["k"], [run["run_id"] for run in found["runs"]]) == (3.0, ["b0", "b1", "b2"])

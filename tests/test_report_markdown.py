@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from report_cases import ABOVE, CANDIDATE, FAILING, NOT_COMPARABLE, PASSING, RUN
+from report_cases import ABOVE, FAILING, NOT_COMPARABLE, PASSING
 
-from probe.report.markdown import record_command, to_markdown
+from probe.report.markdown import to_markdown
 
 FAILING_TEXT = (Path(__file__).parent / "reports" / "failing.md").read_text(encoding="utf-8")
 
@@ -25,8 +25,8 @@ def test_bars_backticks_and_markup_in_names_do_not_break_the_table() -> None:
     )
     assert row == (
         r"| a\_b\|c (4 quantities, 1,240 values) | outputs of attention modules | 0.411 % | "
-        r"21.3 %, **above 31 of 1,240**; worst at step 1, rank 1, ``a\|b`c``: expected '\<x\>', actual '\*y\*' | "
-        "1.23 % (sees 0.61 %) |"
+        r"21.3 %, **above 31 of 1,240**; worst at step 1, rank 1, ``a\|b`c``: l2 norm expected '\<x\>', "
+        r"actual '\*y\*' | 1.23 % (sees 0.61 %) |"
     )
 
 
@@ -34,13 +34,13 @@ def test_a_passing_comparison_shows_pairs_and_how_to_repeat_it() -> None:
     text = to_markdown(PASSING)
     assert "| baseline pair | `base-0` | `base-1` | 0.31 |  |" in text
     assert (
-        text[text.index("```\n") :]
+        text[text.index("```sh\n") :]
         == """\
-```
+```sh
 # baseline, commit 0391d1c7aa
 probe record -o captures/base-0 --seed 42 --steps 1-5 -- accelerate launch --num_processes 2 train.py --lr 1e-4
 probe record -o captures/base-1 --seed 42 --steps 1-5 -- accelerate launch --num_processes 2 train.py --lr 1e-4
-probe calibrate captures/base-0 captures/base-1 -o tolerances/job.toml
+probe calibrate captures/base-0 captures/base-1 -o tolerances/job.toml --force
 # candidate, commit ce9f454b00 + changes
 probe record -o captures/opt-0 --seed 42 --steps 1-5 -- accelerate launch --num_processes 2 train.py --lr 1e-4 --fused
 probe diff captures/base-0 captures/base-1 --candidate captures/opt-0 -t tolerances/job.toml
@@ -60,12 +60,3 @@ def test_without_tolerances_no_calibration_is_suggested() -> None:
     text = to_markdown(NOT_COMPARABLE)
     assert "probe calibrate" not in text
     assert "probe diff captures/base-0 captures/opt-0\n" in text
-
-
-def test_the_record_command_has_seed_steps_and_perturbation() -> None:
-    perturbed = replace(RUN, path="my captures/u", perturb="ulp:3", steps=(1, 3))
-    assert record_command(perturbed) == (
-        "probe record -o 'my captures/u' --seed 42 --steps 1,3 --perturb ulp:3 -- "
-        "accelerate launch --num_processes 2 train.py --lr 1e-4"
-    )
-    assert record_command(replace(CANDIDATE, seed="", steps=(), command="")) == "probe record -o captures/opt-0 -- ..."

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from report_cases import ABOVE, ATTENTION, BATCH, DIVERGENCE, LONG, LOSS, NAN, NOT_FINITE, RUN, STATE
+from report_cases import ABOVE, ATTENTION, BATCH, DIVERGENCE, FAILING, LONG, LOSS, NAN, NOT_FINITE, PASSING, RUN, STATE
 
-from probe.judge.comparison import Place, Verdict
+from probe.judge.command_change import command_change
+from probe.judge.comparison import Place, Shown, Verdict
 from probe.point import Kind
 from probe.report import words
 
@@ -99,7 +100,7 @@ def test_a_horizon_says_up_to_where_and_why() -> None:
     ],
 )
 def test_a_command_is_described_by_what_it_changes(other: str, change: str) -> None:
-    assert words.command_change("t.py --id 0 --lr 1", other) == change
+    assert command_change("t.py --id 0 --lr 1", other) == change
 
 
 def test_what_was_not_compared_says_how_much_and_why() -> None:
@@ -159,8 +160,42 @@ def test_ranks_are_folded() -> None:
 
 def test_a_divergence_of_something_exact_has_no_distance() -> None:
     exact = replace(DIVERGENCE, tolerance=0.0, expected="fa2", actual="sdpa")
+    exact = replace(exact, shown=Shown.TEXT)
     assert words.divergence_values(exact) == "differs where exactness is judged, expected 'fa2', actual 'sdpa'"
-    assert words.divergence_values(DIVERGENCE) == "difference 21.3 %, tolerance 0.411 %, expected 12.3, actual 12.6"
+    assert words.divergence_values(DIVERGENCE) == (
+        "difference 21.3 %, tight tolerance 0.411 %, l2 norm expected 12.3, actual 12.6"
+    )
+
+
+def test_values_that_are_norms_say_so() -> None:
+    assert ABOVE.worst is not None
+    assert words.worst(ABOVE.worst) == "step 1, rank 1, blocks.2.attn: l2 norm expected 12.3, actual 12.6"
+    number = replace(ABOVE.worst, shown=Shown.VALUE)
+    assert words.worst(number) == "step 1, rank 1, blocks.2.attn: expected 12.3, actual 12.6"
+
+
+def test_the_tight_tolerance_is_explained_where_it_is_not_the_only_one() -> None:
+    exact = replace(FAILING, first_divergence=replace(DIVERGENCE, tolerance=0.0))
+    texts = [words.tight(each) for each in (FAILING, PASSING, exact, replace(FAILING, calibration=None))]
+    assert texts == [
+        "tight tolerance: what the quantity's own spread and floor allow; sibling layers count in the table only.",
+        "",
+        "",
+        "",
+    ]
+
+
+def test_runs_that_were_only_calibrated_from_are_told_from_those_compared() -> None:
+    assert [(run.path, compared) for run, compared in words.calibration_runs(FAILING)] == [
+        ("base-0", True),
+        ("base-1", False),
+        ("base-2", False),
+    ]
+    assert words.calibration_runs(PASSING) == []
+    run = FAILING.calibration.runs[0] if FAILING.calibration else None
+    assert run is not None
+    named = [words.calibrated_name(replace(run, path=path, perturb="ulp:1")) for path in ("base-ulp-1", "noisy")]
+    assert (words.calibrated_name(run), named) == ("base-0", ["base-ulp-1", "noisy (ulp:1)"])
 
 
 def test_steps_are_folded_into_ranges() -> None:

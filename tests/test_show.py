@@ -96,11 +96,15 @@ def test_the_overview_is_one_fact_a_line_in_a_pipe(tmp_path: Path, capsys: pytes
     )
 
 
+HEADER = "Step\tRank\tQuantity\tType\tValue or l2\tMean\tMean |x|\tMax |x|\tNaN"
+
+
 def test_values_are_tab_separated_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capture = record(tmp_path / "c")
     status, out, err = show(capsys, capture, "*", "--step", "2", "--rank", "1")
     assert (status, err) == (0, "")
     assert [line.split("\t") for line in out.splitlines()] == [
+        HEADER.split("\t"),
         ["2", "1", "forward/blocks.0.attn[0]", "bf16[2,8]", "0.5", "1", "1.5", "2.5", "1"],
         ["2", "1", "loss/micro_loss", "f32", "2.5", "", "", "", "0"],
         ["2", "1", "loss/micro_loss@1", "f32", "0.25", "", "", "", "0"],
@@ -181,7 +185,7 @@ def test_a_damaged_segment_is_named_and_the_rest_is_shown(tmp_path: Path, capsys
     status, out, err = show(capsys, capture, "loss/micro_loss", "--rank", 0)
     assert (status, out) == (
         2,
-        "2\t0\tloss/micro_loss\tf32\t2.5\t\t\t\t0\n2\t0\tloss/micro_loss@1\tf32\t0.25\t\t\t\t0\n",
+        f"{HEADER}\n2\t0\tloss/micro_loss\tf32\t2.5\t\t\t\t0\n2\t0\tloss/micro_loss@1\tf32\t0.25\t\t\t\t0\n",
     )
     assert str(segment) in err
 

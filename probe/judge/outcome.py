@@ -328,6 +328,5 @@ def _closest(judgements: Sequence[Judgement]) -> str:
         return "All compared values are bit-identical or equal."
     leading = int(np.nanargmax(worst))
     label = judgements[0].differences.index.labels[leading]
-    return (
-        f"Everything is within tolerance; the closest call is {label} at {float(worst[leading]):.0%} of its tolerance."
-    )
+    share = f"{float(worst[leading]):.0%} of its tolerance"
+    return f"All that was judged is within tolerance; the closest call is {label} at {share}."

@@ -118,7 +118,7 @@ def measure_power(
     for number, check in enumerate(checks):
         if check.what in rows and check.form != "record only":
             one, after = chosen[number], judged.get(number)
-            found_powers.append(_power(check, rows[check.what], one, after, relative, injection, judgement))
+            found_powers.append(_power(check, number, rows[check.what], one, after, relative, injection, judgement))
     return Power(injection=injection, into=str(candidate.path), checks=tuple(found_powers))
 
 
@@ -144,6 +144,9 @@ def _choose(judgement: Judgement, number: int, candidate: CaptureLike, injection
     d = judgement.differences
     mine = (judgement.check == number)[:, None, d.index.of_cell] & ~np.isnan(judgement.excess)
     mine &= ~np.isnan(d.expected)
+    if injection.kind == SCALE:
+        # Zero times anything is zero: the next quantity is taken.
+        mine &= d.actual != 0
     if injection.kind in OF_TENSORS:
         whole = np.zeros_like(mine)
         for s, step in enumerate(d.steps):
@@ -194,8 +197,20 @@ def _is_source(check: Check, recorded: Key, source: Key) -> bool:
     return same_microbatch and same
 
 
+def _why_not(judgement: Judgement, number: int, injection: Injection) -> str:
+    """Say why a change cannot be put into any quantity of a check."""
+    if injection.kind in OF_TENSORS:
+        return "no tensor is kept whole"
+    d = judgement.differences
+    mine = (judgement.check == number)[:, None, d.index.of_cell] & ~np.isnan(judgement.excess)
+    if not mine.any():
+        return "none of its values is judged"
+    return "all of its values are zero" if (d.actual[mine] == 0).any() else "none of its values is a number"
+
+
 def _power(
     check: Check,
+    number: int,
     smallest: float,
     one: _Chosen | None,
     after: Judgement | None,
@@ -212,7 +227,7 @@ def _power(
             flagged=None,
             ratio=float("nan"),
             smallest_detectable=smallest,
-            why_not=("no tensor is kept whole" if injection.kind in OF_TENSORS else "none of its values is a number"),
+            why_not=_why_not(before, number, injection),
         )
     d = before.differences
     changes = [relative.get((d.ranks[int(r)], d.steps[int(s)], one.key), np.nan) for s, r, _ in np.argwhere(one.cells)]

@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from probe.errors import IncomparableError, ToleranceError, listed
+from probe.judge.command_change import command_change
 from probe.judge.comparison import CodeChange, RunSummary
 from probe.judge.kernels import attention_kernels, kernel_summary
 from probe.judge.tolerance import CalibratedRun
 from probe.measure.series import CaptureLike, perturbation
 from probe.point import Kind
 
+OF_ONE_LAUNCH = ("env.TORCHELASTIC_ERROR_FILE", "env.TORCHELASTIC_RUN_ID", "env.MASTER_PORT")
+"""What a launcher makes up anew each time: no difference between arms."""
 MOST_CHANGES = 40
 """Lines of configuration differences that are listed."""
 HALF = ("bfloat16", "float16")
@@ -243,25 +246,34 @@ def changes(baseline: CaptureLike, candidate: CaptureLike) -> tuple[str, ...]:
     """List what differs between the arms besides the numbers: command, seed, code, versions, device, environment."""
     lines = []
     if command_text(baseline) != command_text(candidate):
-        lines.append(f"command: {command_text(baseline)!r} -> {command_text(candidate)!r}")
+        lines.append(f"command: {command_change(command_text(baseline), command_text(candidate))}")
     for name in ("seed", "steps", "plan", "perturb"):
         one, two = _part(baseline, "config").get(name), _part(candidate, "config").get(name)
         if one != two:
             lines.append(f"{name}: {one!r} -> {two!r}")
     if code_hash(baseline) != code_hash(candidate):
-        files = _changed_files(baseline, candidate)
-        count = "1 file differs" if len(files) == 1 else f"{len(files)} files differ"
-        lines.append(f"code: {count}: {listed(files)}" if files else "code: another hash")
+        lines.append(f"code: {_files_text(_changed_files(baseline, candidate))}")
     if commit_text(baseline) != commit_text(candidate):
         lines.append(f"commit: {commit_text(baseline) or 'none'} -> {commit_text(candidate) or 'none'}")
     one_flat, two_flat = flat(environment(baseline)), flat(environment(candidate))
     for name in sorted(one_flat.keys() | two_flat.keys()):
         before, after = one_flat.get(name, "absent"), two_flat.get(name, "absent")
-        if before != after:
+        if before != after and name not in OF_ONE_LAUNCH:
             lines.append(f"{name}: {before} -> {after}")
     if len(lines) > MOST_CHANGES:
         lines = [*lines[:MOST_CHANGES], f"and {len(lines) - MOST_CHANGES} more"]
     return tuple(lines)
+
+
+def _files_text(files: Sequence[str]) -> str:
+    if not files:
+        return "another hash"
+    inside = [name for name in files if not os.path.isabs(name)]
+    outside = [name for name in files if os.path.isabs(name)]
+    count = "1 file differs" if len(files) == 1 else f"{len(files)} files differ"
+    parts = [listed(inside)] if inside else []
+    parts += [f"{len(outside)} outside the source trees ({listed(outside, most=2)})"] if outside else []
+    return f"{count}: {'; '.join(parts)}"
 
 
 def _changed_files(one: CaptureLike, two: CaptureLike) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from probe.report import words
@@ -11,14 +11,19 @@ if TYPE_CHECKING:
     from probe.judge.tolerance import Tolerance, Tolerances
 
 
-def calibration_table(tolerances: Tolerances) -> str:
-    """Return the table as text: members, spread, tolerance, members without spread, and what is assumed."""
+def calibration_table(tolerances: Tolerances, add: Sequence[str] = ()) -> str:
+    """Return the table as text: members, spread, tolerance, members without spread, and what is assumed.
+
+    Args:
+        tolerances: What was measured.
+        add: Command lines that measure what is only assumed.
+    """
     header = ("Family", "Members", "Largest spread", "Tolerance", "Zero spread", "Not informative")
     families = {name: members for name, members in tolerances.families.items() if members}
     rows = [header, *(_row(name, members) for name, members in families.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *_remarks(tolerances)])
+    return "\n".join([*lines, *_remarks(tolerances, add)])
 
 
 def _row(name: str, members: Mapping[str, Tolerance]) -> tuple[str, ...]:
@@ -35,16 +40,16 @@ def _row(name: str, members: Mapping[str, Tolerance]) -> tuple[str, ...]:
     )
 
 
-def _remarks(tolerances: Tolerances) -> Iterator[str]:
+def _remarks(tolerances: Tolerances, add: Sequence[str]) -> Iterator[str]:
     perturbed = tolerances.perturbed_runs
     runs = f"{tolerances.plain_runs} plain" + (f" and {perturbed} perturbed" if perturbed else "")
     yield ""
     yield f"Runs: {runs}; steps {words.steps(tolerances.steps)}; tolerance = {words.number(tolerances.k)} x spread."
     if tolerances.assumed:
-        yield (
-            "Assumed: the runs are bit-identical, so these tolerances are floors that nothing was measured for. "
-            "Add runs recorded with --perturb ulp:1, ulp:2 and ulp:3."
-        )
+        yield "Assumed: the runs are bit-identical, so these tolerances are floors that nothing was measured for."
+        if add:
+            yield "To measure them, record the unmodified code perturbed (--perturb) and calibrate again:"
+            yield from (f"  {line}" for line in add)
     for name, result in tolerances.self_test.items():
         yield f"Self-test, {name}: {result}."
     yield from (f"Note: {note}" for note in tolerances.notes)

@@ -19,8 +19,21 @@ import numpy as np
 
 from probe.judge.comparison import CheckResult, Comparison, Outcome, Verdict
 from probe.report import words
+from probe.report.commands import ADD_RUNS, NARROW_DOWN, next_commands, reproduce, script
+from probe.report.glossary import (
+    ASSUMED,
+    ORIGIN,
+    SEES,
+    SPREAD,
+    TIGHT,
+    TOLERANCE,
+    marked,
+    meanings,
+    of_divergence,
+    of_table,
+)
 from probe.report.grid import CellGrid, encoded
-from probe.report.markdown import reproduce
+from probe.report.headlines import headlines
 from probe.report.page import LEVELS, SCRIPT, STYLE
 from probe.report.plots import distribution, ratio_over_steps
 from probe.report.tree import module_tree
@@ -30,8 +43,8 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-
 """Content security policy of the page: the browser itself refuses any request."""
 
 _ANSWERS = {
-    Outcome.EQUIVALENT: "The candidate computes what the baseline computes, as far as was recorded and judged.",
-    Outcome.DIFFERENT: "The candidate computes something else than the baseline.",
+    Outcome.EQUIVALENT: "No value that was judged departs further from the baseline than is allowed.",
+    Outcome.DIFFERENT: "The candidate departs from the baseline by more than is allowed, and not by chance.",
     Outcome.INCONCLUSIVE: (
         "Something is above its tolerance, but not so clearly that it could not be noise. Add the runs named below."
     ),
@@ -44,7 +57,7 @@ same data and seed while the values inside them were recorded. The baseline was 
 from itself is its <b>spread</b>, and the <b>tolerance</b> is a multiple of it.</p>
 <p>What is drawn below is <b>difference / tolerance</b>: up to 1 is within what is allowed, above 1 is not. After one
 optimizer step nearly everything differs, so what counts is the <b>first divergence</b>: the earliest value, in the
-order of execution, that is above.</p></details>
+order of execution, that is above. Words with a dotted line say what they mean under the pointer.</p></details>
 """
 _OVER_STEPS = """
 <h2>Difference / tolerance over steps</h2>
@@ -52,9 +65,9 @@ _OVER_STEPS = """
 itself. Dashed: the tolerance.</p>
 """
 _DISTRIBUTED = """
-<h2>How the cells are distributed</h2>
-<p class="soft">Bars: share of all judged cells with this difference / tolerance. Line: the same for the unmodified code
-with itself. Bars right of the dashed line are above tolerance.</p>
+<h2>How the values are distributed</h2>
+<p class="soft">Bars: share of all judged values (each quantity and step, worst over ranks) with this difference /
+tolerance. Line: the same for the unmodified code with itself. Bars right of the dashed line are above tolerance.</p>
 """
 
 
@@ -81,7 +94,7 @@ def to_html(comparison: Comparison, grid: CellGrid | None = None) -> str:
         _coverage(comparison),
         _list("Differences between the arms", comparison.provenance_changes),
         _list("Notes", comparison.notes),
-        _list("Runs to add", (comparison.more_runs,) if comparison.more_runs else ()),
+        _runs_to_add(comparison),
         _runs(comparison),
         _reproduce(comparison),
     ]
@@ -112,8 +125,25 @@ def _head(comparison: Comparison) -> str:
     return (
         f'<h1 class="{tone}">{escape(comparison.outcome.value.capitalize())}</h1>'
         f'<div class="card verdict {tone}"><p id="verdict"><b>{escape(words.sentence(comparison))}</b></p>'
-        f"<p>{_ANSWERS[comparison.outcome]}</p></div>"
+        f"<p>{_ANSWERS[comparison.outcome]}</p>{_items(headlines(comparison))}</div>"
     )
+
+
+def _items(texts: Iterable[str]) -> str:
+    items = "".join(f"<li>{_where(text)}</li>" for text in texts)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _to_paste(comparison: Comparison, purpose: str) -> str:
+    lines = script(next_commands(comparison), purpose)
+    return f'<pre class="paste">{escape(chr(10).join(lines))}</pre>' if lines else ""
+
+
+def _runs_to_add(comparison: Comparison) -> str:
+    if not comparison.more_runs:
+        return ""
+    text = _where(comparison.more_runs)
+    return f"<h2>Runs to add</h2><p>{text}</p>{_to_paste(comparison, ADD_RUNS)}"
 
 
 def _divergence(comparison: Comparison) -> str:
@@ -124,10 +154,11 @@ def _divergence(comparison: Comparison) -> str:
     provisional = " (provisional)" if comparison.outcome is Outcome.INCONCLUSIVE else ""
     lines = [
         f'<p id="first">{escape(place)}: <b class="name">{escape(name)}</b></p>',
-        f"<p>{escape(words.divergence_values(found))}</p>",
-        f"<p><b>{words.ORIGINS[found.origin]}</b> ({escape(found.phase)}): {_where(found.because)}</p>",
+        f"<p>{escape(words.divergence_values(found)).replace(TIGHT, marked(TIGHT), 1)}</p>",
+        f"<p><b>{marked(ORIGIN, words.ORIGINS[found.origin])}</b> ({escape(found.phase)}): {_where(found.because)}</p>",
     ]
     lines += [f"<p>{_where(text)}</p>" for text in words.lines_after(found)]
+    lines += [_to_paste(comparison, NARROW_DOWN), meanings(of_divergence(comparison))]
     return f'<h2>First divergence{provisional}</h2><div class="card">{"".join(lines)}</div>'
 
 
@@ -151,13 +182,21 @@ def _table(comparison: Comparison) -> str:
         )
         names = f"{check.what} {check.where} {check.worst.place.name if check.worst else ''}"
         rows.append(f'<tr data-filter="{escape(names)}">{columns}</tr>')
-    legend = "<br>".join(escape(line) for line in words.legend(comparison.checks, with_marks=False))
-    return f'<h2>Checks</h2>{_stacked(header, rows, "checks")}<p class="soft">{legend}</p>'
+    total = escape(words.totals(comparison.checks))
+    metrics = "<br>".join(escape(line) for line in words.metrics(comparison.checks))
+    return (
+        f'<h2>Checks</h2><p class="soft">{total}</p>{_stacked(header, rows, "checks")}'
+        f'{meanings(of_table(comparison))}<p class="soft">{metrics}</p>'
+    )
+
+
+_MARKED = {"Unmodified vs itself": SPREAD, "Tolerance": TOLERANCE}
+"""Headings that a word of the glossary explains."""
 
 
 def _stacked(header: Sequence[str], rows: Iterable[str], name: str) -> str:
     """Write a table whose rows become cards where the page is narrow."""
-    head = "".join(f"<th scope=col>{each}</th>" for each in header)
+    head = "".join(f"<th scope=col>{marked(_MARKED[each], each) if each in _MARKED else each}</th>" for each in header)
     return f'<table class="stack" id="{name}"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
 
 
@@ -175,9 +214,9 @@ def _cells(check: CheckResult) -> tuple[str, ...]:
         verdict += f'<br><span class="worst">{escape(words.not_compared(check))}</span>'
     if words.horizon(check):
         verdict += f'<br><span class="worst">{words.horizon(check)}</span>'
-    remarks = ["assumed"] * check.assumed + ["vacuous"] * check.vacuous
+    remarks = [marked(ASSUMED)] * check.assumed + ([marked(words.fit(check))] if words.fit(check) else [])
     if not math.isnan(check.smallest_detectable):
-        remarks.append(f"sees {words.detectable(check)}")
+        remarks.append(f"{marked(SEES)} {escape(words.detectable(check))}")
     allowed = escape(words.tolerance(check))
     if remarks:
         allowed += f'<br><span class="worst">{", ".join(remarks)}</span>'
@@ -297,10 +336,22 @@ def _runs(comparison: Comparison) -> str:
             escape(run.seed or words.NOTHING),
             _code(run.command or words.NOTHING),
         )
-        columns = "".join(
-            f'<td data-label="{name}"><span>{cell}</span></td>' for name, cell in zip(header, cells, strict=True)
+        rows.append(_run_row(header, cells))
+    rows += [
+        _run_row(
+            header,
+            (
+                "calibration" + (f" ({escape(run.perturb)})" if run.perturb else ""),
+                _code(run.path or run.run_id),
+                *[words.NOTHING] * 2,
+                _code(run.commit[:10] or words.NOTHING),
+                words.NOTHING,
+                _code(run.command or words.NOTHING),
+            ),
         )
-        rows.append(f"<tr>{columns}</tr>")
+        for run, compared in words.calibration_runs(comparison)
+        if not compared
+    ]
     names = sorted({name for run in comparison.runs for name in run.environment})
     environment = "".join(
         f"<li>{_code(name)}: "
@@ -309,9 +360,24 @@ def _runs(comparison: Comparison) -> str:
         for name in names
     )
     details = f"<details><summary>Environment</summary><ul>{environment}</ul></details>" if names else ""
-    return f"<h2>Runs</h2>{_stacked(header, rows, 'runs')}{details}"
+    return f"<h2>Runs</h2>{_stacked(header, rows, 'runs')}{_calibration(comparison)}{details}"
+
+
+def _run_row(header: Sequence[str], cells: Sequence[str]) -> str:
+    columns = "".join(
+        f'<td data-label="{name}"><span>{cell}</span></td>' for name, cell in zip(header, cells, strict=True)
+    )
+    return f"<tr>{columns}</tr>"
+
+
+def _calibration(comparison: Comparison) -> str:
+    """Say which runs the tolerances were measured from; those that are not compared have rows of their own."""
+    if comparison.calibration is None:
+        return '<p class="soft">No tolerances were measured.</p>'
+    names = ", ".join(_code(words.calibrated_name(run)) for run, _ in words.calibration_runs(comparison))
+    return f'<p class="soft">Tolerances: {words.number(comparison.calibration.k)} x the spread of {names}.</p>'
 
 
 def _reproduce(comparison: Comparison) -> str:
     lines = reproduce(comparison)
-    return f"<h2>Reproduce</h2><pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
+    return f'<h2>Reproduce</h2><pre class="paste">{escape(chr(10).join(lines))}</pre>' if lines else ""

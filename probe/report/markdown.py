@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
-from probe.judge.comparison import CheckResult, Comparison, RunSummary, Verdict, Worst
+from probe.judge.comparison import CheckResult, Comparison, Verdict, Worst
 from probe.report import words
+from probe.report.commands import ADD_RUNS, NARROW_DOWN, next_commands, reproduce, script
+from probe.report.headlines import headlines
 
 MOST = 20
 """Names listed of what could not be matched."""
@@ -23,12 +24,15 @@ def to_markdown(comparison: Comparison) -> str:
     """Return the Markdown text, with a newline at the end."""
     sections = (
         [f"### Numerical comparison: {comparison.outcome.value}", "", _escaped(words.sentence(comparison))],
+        [f"* {_where(text)}" for text in headlines(comparison)],
         list(_table(comparison)),
         list(_divergence(comparison)),
+        list(_block(script(next_commands(comparison), NARROW_DOWN))),
         list(_not_judged(comparison)),
         list(_bullets("Differences between the arms", comparison.provenance_changes)),
         list(_bullets("Notes", comparison.notes)),
         list(_bullets("Runs to add", [comparison.more_runs] if comparison.more_runs else [])),
+        list(_block(script(next_commands(comparison), ADD_RUNS))),
         list(_pairs(comparison)),
         list(_runs(comparison)),
         list(_environment(comparison)),
@@ -102,9 +106,9 @@ def _difference(check: CheckResult) -> str:
 
 
 def _values(worst: Worst) -> str:
-    expected, actual = words.pair(worst.expected, worst.actual)
+    expected, actual = map(_escaped, words.pair(worst.expected, worst.actual))
     where = f"step {worst.place.step}, rank {worst.place.rank}, {_code(words.quantity(worst.place))}"
-    return f"{where}: expected {_escaped(expected)}, actual {_escaped(actual)}"
+    return f"{where}: {words.values(expected, actual, worst.shown)}"
 
 
 def _tolerance(check: CheckResult) -> str:
@@ -129,7 +133,13 @@ def _divergence(comparison: Comparison) -> Iterator[str]:
     yield ""
     yield f"* {_escaped(words.divergence_values(found))}"
     yield f"* {words.ORIGINS[found.origin]}: {_where(found.because)}"
-    yield from (f"* {_where(text)}" for text in words.lines_after(found))
+    yield from (f"* {_where(text)}" for text in [words.tight(comparison), *words.lines_after(found)] if text)
+
+
+def _block(lines: list[str]) -> Iterator[str]:
+    """Write lines to paste as a code block, which wraps and escapes nothing."""
+    if lines:
+        yield from ("```sh", *lines, "```")
 
 
 def _not_judged(comparison: Comparison) -> Iterator[str]:
@@ -197,11 +207,31 @@ def _runs(comparison: Comparison) -> Iterator[str]:
         for run in comparison.runs
     )
     header = ("Arm", "Run", "Commit", "Dirty", "Command", "Seed", *(["Attention"] if attention else []))
-    yield from _rows(header, rows)
+    calibrated = (
+        (
+            "calibration" + (f" ({_escaped(run.perturb)})" if run.perturb else ""),
+            _code(run.path or run.run_id),
+            _code(run.commit[:10]) if run.commit else words.NOTHING,
+            words.NOTHING,
+            _code(run.command) if run.command else words.NOTHING,
+            words.NOTHING,
+            *([words.NOTHING] if attention else []),
+        )
+        for run, compared in words.calibration_runs(comparison)
+        if not compared
+    )
+    yield from _rows(header, [*rows, *calibrated])
+    if comparison.calibration is not None:
+        yield ""
+        yield f"Tolerances: {words.number(comparison.calibration.k)} x the spread of {_listed_runs(comparison)}."
     problems = [f"* {_code(run.path)}: {_escaped(problem)}" for run in comparison.runs for problem in run.problems]
     if problems:
         yield ""
         yield from problems
+
+
+def _listed_runs(comparison: Comparison) -> str:
+    return ", ".join(_code(words.calibrated_name(run)) for run, _ in words.calibration_runs(comparison))
 
 
 def _environment(comparison: Comparison) -> Iterator[str]:
@@ -217,44 +247,11 @@ def _environment(comparison: Comparison) -> Iterator[str]:
     yield "</details>"
 
 
-def record_command(run: RunSummary) -> str:
-    """Return the command line that records a run again."""
-    options = ["probe", "record", "-o", run.path]
-    if run.seed:
-        options += ["--seed", run.seed]
-    if run.steps:
-        options += ["--steps", words.steps(run.steps)]
-    if run.perturb:
-        options += ["--perturb", run.perturb]
-    return f"{shlex.join(options)} -- {run.command or '...'}"
-
-
-def reproduce(comparison: Comparison) -> list[str]:
-    """Return the command lines that repeat the comparison, with a comment before each arm."""
-    baselines = [run.path for run in comparison.runs if run.arm == "baseline"]
-    candidates = [run.path for run in comparison.runs if run.arm == "candidate"]
-    if not baselines or not candidates:
-        return []
-    lines = []
-    for arm in ("baseline", "candidate"):
-        runs = [run for run in comparison.runs if run.arm == arm]
-        lines.append(f"# {arm}, commit {', '.join(dict.fromkeys(words.commit(run) for run in runs))}")
-        lines += [record_command(run) for run in runs]
-        if arm == "baseline" and comparison.tolerances and len(baselines) > 1:
-            lines.append(shlex.join(["probe", "calibrate", *baselines, "-o", comparison.tolerances]))
-    two = len(baselines) + len(candidates) == 2
-    captures = baselines + candidates if two else [*baselines, "--candidate", *candidates]
-    tolerances = ["-t", comparison.tolerances] if comparison.tolerances else []
-    return [*lines, shlex.join(["probe", "diff", *captures, *tolerances])]
-
-
 def _reproduce(comparison: Comparison) -> Iterator[str]:
     lines = reproduce(comparison)
     if lines:
         yield "<details><summary>Reproduce</summary>"
         yield ""
-        yield "```"
-        yield from lines
-        yield "```"
+        yield from _block(lines)
         yield ""
         yield "</details>"

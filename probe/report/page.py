@@ -46,9 +46,14 @@ padding:0 6px;font-size:.75rem;line-height:20px;z-index:1}
 .scale i{display:inline-block;width:14px;height:14px;border-radius:3px;vertical-align:-2px;margin-right:4px}
 .tree,.tree ul{list-style:none;padding-left:18px;margin:2px 0}.tree{padding-left:0}.tree i{display:inline-block;
 width:12px;height:12px;border-radius:3px;vertical-align:-1px;margin-right:6px}
-pre{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 12px;overflow-x:auto}
+pre{background:var(--bg);border:1px solid var(--line);border-radius:8px;padding:10px 12px;font-size:.84rem;
+font-family:ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere}.paste{user-select:all}
+abbr{text-decoration:underline dotted;text-underline-offset:3px;cursor:help}
+.terms{margin:10px 0;font-size:.86rem}.terms dt{display:inline;font-weight:600}.terms dt::after{content:": "}
+.terms dd{display:inline;margin:0}.terms div{margin:2px 0}.verdict ul{color:var(--fg)}
 ul{margin:6px 0;padding-left:20px}summary{cursor:pointer}.tip{min-height:1.6em}
 :root{--label:300px}
+@media(min-width:641px){#runs td:nth-child(2),#runs td:nth-child(5){white-space:nowrap}}
 @media(max-width:640px){:root{--label:150px}h1{font-size:1.25rem}
 table.stack thead{position:absolute;left:-9999px}table.stack tr{display:block;border:1px solid var(--line);
 border-radius:8px;margin:10px 0;padding:6px 4px}table.stack td{display:grid;grid-template-columns:7.5em 1fr;gap:8px;

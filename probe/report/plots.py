@@ -18,7 +18,7 @@ import numpy.typing as npt
 from probe.report import words
 
 _WIDTH, _HEIGHT = 320, 150
-_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 8, 8, 22
+_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 8, 8, 22
 _LEAST, _MOST = 1e-4, 1e3
 """Range of the axis: below and above it a ratio says no more than 'far within' or 'far above'."""
 _BIN = 0.25
@@ -49,11 +49,17 @@ def _grid_lines(low: int, high: int) -> str:
             continue
         y = _height(10.0**decade, low, high)
         name = "limit" if decade == 0 else "grid"
-        label = "tolerance" if decade == 0 else (f"{10.0**decade:g}" if -4 < decade < 4 else f"1e{decade}")
+        label = "tolerance" if decade == 0 else _power_of_ten(decade)
+        # The foot of the axis holds zero too.
+        label = f"≤ {label}" if decade == low else label
         lines.append(f'<line class="{name}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         anchor = f'x="{_LEFT - 4}" text-anchor="end"' if decade else f'x="{_LEFT + 3}"'
         lines.append(f'<text {anchor} y="{y + (3.5 if decade else -3):.1f}">{label}</text>')
     return "".join(lines)
+
+
+def _power_of_ten(decade: int) -> str:
+    return f"{10.0**decade:g}" if -4 < decade < 4 else f"1e{decade}"
 
 
 def ratio_over_steps(title: str, steps: Sequence[int], ratio: Floats, spread: Floats) -> str:
@@ -107,7 +113,7 @@ def _svg(spoken: str, parts: Sequence[str]) -> str:
 
 
 def distribution(ratio: Floats, spread: Floats) -> str:
-    """Draw how many cells have which difference / tolerance, and the same for the unmodified code with itself.
+    """Draw how many values have which difference / tolerance, and the same for the unmodified code with itself.
 
     Args:
         ratio: Any shape; NaN where nothing was judged.
@@ -130,7 +136,7 @@ def distribution(ratio: Floats, spread: Floats) -> str:
         above = " above" if edges[number] >= 0 else ""
         if share:
             tip = (
-                f"{100 * share:.3g} % of the cells between {10 ** edges[number]:.2g} and {10 ** edges[number + 1]:.2g}"
+                f"{100 * share:.3g} % of the values between {10 ** edges[number]:.2g} and {10 ** edges[number + 1]:.2g}"
             )
             height = tall * share / top
             box = f'x="{x + 0.5:.1f}" y="{foot - height:.1f}" width="{per_bin - 1:.1f}" height="{height:.1f}"'
@@ -144,6 +150,8 @@ def distribution(ratio: Floats, spread: Floats) -> str:
     parts.append(f'<text x="{limit + 3:.1f}" y="{_TOP + 8}">tolerance</text>')
     for decade in range(low, high + 1):
         x = _LEFT + (decade - low) / _BIN * per_bin
-        label = f"{10.0**decade:g}" if -4 < decade < 4 else f"1e{decade}"
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{label}</text>')
+        # Everything smaller stands in the first bin, everything larger in the last.
+        beyond = {low: "≤ ", high: "≥ "}.get(decade, "")
+        anchor = f'x="{_WIDTH - 1}" text-anchor="end"' if decade == high else f'x="{x:.1f}" text-anchor="middle"'
+        parts.append(f'<text {anchor} y="{_HEIGHT - 6}">{beyond}{_power_of_ten(decade)}</text>')
     return _svg("Distribution of difference / tolerance, candidate (bars) and unmodified code (line)", parts)

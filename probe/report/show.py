@@ -229,10 +229,15 @@ def _print_overview(capture: Capture, places: Sequence[tuple[int, int]], unreada
 
 
 def _print_table(header: Sequence[str], rows: Iterable[tuple[str, ...]], *, title: str) -> int:
-    """Print rows as a table on a terminal and as tab-separated lines in a pipe; return how many there were."""
+    """Print rows as a table on a terminal and as tab-separated lines in a pipe; return how many there were.
+
+    In a pipe, columns that all have a name get a line with their names before the first row.
+    """
     if not sys.stdout.isatty():
         number = 0
-        for number, row in enumerate(rows, 1):  # noqa: B007
+        for number, row in enumerate(rows, 1):
+            if number == 1 and all(header):
+                print("\t".join(header))
             print("\t".join(cell.replace("\t", " ").replace("\n", " ") for cell in row))
         return number
     from rich.console import Console

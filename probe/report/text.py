@@ -1,8 +1,9 @@
 """The comparison on a terminal: a table of checks, failing first, and the verdict as its last line.
 
-Colour is used only where a terminal shows it, and nothing is said by colour alone. Lines fit the width they are given
-(100 columns unless the terminal is narrower), except commands and paths, which are wrapped and never cut. This module
-must not know how anything was judged.
+The verdict stands at both ends: what is pasted is read from its head, and a terminal shows the tail. Colour is used
+only where a terminal shows it, and nothing is said by colour alone. Lines fit the width they are given (100 columns
+unless the terminal is narrower), except the last, long paths, and commands to paste, which are one line each. This
+module must not know how anything was judged.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from probe.judge.command_change import command_change
 from probe.judge.comparison import CheckResult, Comparison, Outcome, Verdict
 from probe.report import words
+from probe.report.commands import ADD_RUNS, NARROW_DOWN, next_commands, script
+from probe.report.headlines import headlines
 
 WIDTH = 100
 MOST = 10
@@ -60,7 +64,9 @@ def report_lines(comparison: Comparison, *, everything: bool = False, width: int
         width: Columns.
     """
     most = 10**9 if everything else MOST
+    style = _STYLES.get(comparison.outcome, "bold yellow")
     sections = (
+        list(_head(comparison, style, width)),
         list(_table(comparison, everything, width)),
         list(_divergence(comparison, width)),
         list(_coverage(comparison, most, width)),
@@ -68,8 +74,8 @@ def report_lines(comparison: Comparison, *, everything: bool = False, width: int
         list(_listed("Notes", comparison.notes, most, width)),
         list(_pairs(comparison, everything, width)),
         list(_runs(comparison, width)),
-        list(_listed("Runs to add", (comparison.more_runs,) if comparison.more_runs else (), most, width)),
-        [Line(text, _STYLES.get(comparison.outcome, "bold yellow")) for text in [words.sentence(comparison)]],
+        list(_runs_to_add(comparison, width)),
+        [Line(words.sentence(comparison), style)],
     )
     lines: list[Line] = []
     for section in sections:
@@ -88,6 +94,23 @@ def _wrapped(text: str, width: int, indent: str = "  ") -> Iterator[Line]:
         break_on_hyphens=False,
     ):
         yield Line(part)
+
+
+def _head(comparison: Comparison, style: str, width: int) -> Iterator[Line]:
+    yield from (Line(line.text, style) for line in _wrapped(words.sentence(comparison), width, ""))
+    for text in headlines(comparison):
+        yield from _wrapped(text.replace("`", ""), width)
+
+
+def _commands_to_paste(comparison: Comparison, purpose: str) -> Iterator[Line]:
+    yield from (Line(f"    {line}") for line in script(next_commands(comparison), purpose))
+
+
+def _runs_to_add(comparison: Comparison, width: int) -> Iterator[Line]:
+    if comparison.more_runs:
+        yield Line("Runs to add:")
+        yield from _wrapped(comparison.more_runs, width)
+        yield from _commands_to_paste(comparison, ADD_RUNS)
 
 
 def _row(cells: list[str]) -> str:
@@ -146,8 +169,10 @@ def _divergence(comparison: Comparison, width: int) -> Iterator[Line]:
     yield from _wrapped(f"First divergence{provisional}: {place}", width, "")
     yield from _wrapped(f"{words.divergence_values(found)}", width)
     yield from _wrapped(f"{words.ORIGINS[found.origin]} ({found.phase}): {found.because}", width)
+    yield from (Line(line.text, "dim") for line in _wrapped(words.tight(comparison), width))
     for text in words.lines_after(found):
         yield from _wrapped(text, width)
+    yield from _commands_to_paste(comparison, NARROW_DOWN)
 
 
 def _cut(names: tuple[str, ...], most: int) -> str:
@@ -218,6 +243,10 @@ def _runs(comparison: Comparison, width: int) -> Iterator[Line]:
     yield from _attention(comparison, width)
     if comparison.tolerances:
         yield Line(f"Tolerances: {comparison.tolerances}")
+    runs = words.calibration_runs(comparison)
+    if runs:
+        names = ", ".join(words.calibrated_name(run) for run, _ in runs)
+        yield from _wrapped(f"Calibrated from {len(runs)} runs: {names}", width, "")
 
 
 def _attention(comparison: Comparison, width: int) -> Iterator[Line]:
@@ -238,6 +267,6 @@ def _commands(comparison: Comparison, width: int) -> Iterator[Line]:
         return
     yield from _wrapped(f"Command: {runs[0].command}", width, "")
     for run in runs[1:]:
-        change = words.command_change(runs[0].command, run.command)
+        change = command_change(runs[0].command, run.command)
         if change:
             yield from _wrapped(f"{PurePath(run.path).name or run.run_id}: {change}", width)

@@ -8,10 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from probe.errors import listed
-from probe.judge.comparison import CheckResult, Comparison, FirstDivergence, Origin, Place, RunSummary, Verdict, Worst
+from probe.judge.comparison import (
+    CheckResult,
+    Comparison,
+    FirstDivergence,
+    Origin,
+    Place,
+    RunSummary,
+    Shown,
+    Verdict,
+    Worst,
+)
 from probe.point import STEP_CLOCK, Key
+
+if TYPE_CHECKING:
+    from probe.judge.tolerance import CalibratedRun
 
 NOTHING = "-"
 """Stands where there is no number: nothing was compared, or nothing is known."""
@@ -163,11 +177,16 @@ def pair(expected: float | str, actual: float | str) -> tuple[str, str]:
     return number(expected, digits=digits), number(actual, digits=digits)
 
 
-ORIGINS = {Origin.HERE: "wrong here", Origin.BEFORE: "wrong before", Origin.UNKNOWN: "origin unknown"}
+ORIGINS = {Origin.HERE: "origin here", Origin.BEFORE: "origin before it", Origin.UNKNOWN: "origin unknown"}
+
+
+def values(expected: str, actual: str, shown: Shown) -> str:
+    """Write a pair of values, and that they are norms where they are."""
+    return f"{'l2 norm ' if shown is Shown.L2_NORM else ''}expected {expected}, actual {actual}"
 
 
 def lines_after(found: FirstDivergence) -> list[str]:
-    """Return the sentences that follow a divergence: what differs after it, and what to record next."""
+    """Return the sentences that follow a divergence: what differs after it, and what to do next."""
     return [text for text in (found.after, f"Next: {found.next}" if found.next else "") if text]
 
 
@@ -188,28 +207,6 @@ def horizon(check: CheckResult) -> str:
     return f"some quantities are judged up to step {check.horizon} only, for unmodified runs drift apart after it"
 
 
-def command_change(command: str, other: str) -> str:
-    """Say by which arguments one command line differs from another.
-
-    >>> command_change("train.py --run-id 0 --lr 1", "train.py --run-id 3 --lr 1 --branch opt")
-    '--run-id 3 instead of --run-id 0; with --branch opt'
-    """
-    # difflib costs 8 ms to import: only where arms were started differently.
-    import difflib
-
-    one, two = command.split(), other.split()
-    changes = []
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, one, two, autojunk=False).get_opcodes():
-        # An option's value alone says nothing: its name goes with it.
-        named = kind == "replace" and a > 0 and one[a - 1].startswith("-")
-        left, right = " ".join(one[a - named : b]), " ".join(two[c - named : d])
-        if kind == "replace":
-            changes.append(f"{right} instead of {left}")
-        elif kind != "equal":
-            changes.append(f"with {right}" if right else f"without {left}")
-    return "; ".join(changes)
-
-
 def series_label(place: Place) -> str:
     """Return the label of the series that a place belongs to: its key without the microbatch."""
     return Key(kind=place.kind, name=place.name, item=place.item, call=place.call).label
@@ -224,9 +221,9 @@ def quantity(place: Place) -> str:
 
 def worst(cell: Worst) -> str:
     """Say where a check came closest to its tolerance, or passed it furthest, with both values."""
-    expected, actual = pair(cell.expected, cell.actual)
     place = cell.place
-    return f"step {place.step}, rank {place.rank}, {quantity(place)}: expected {expected}, actual {actual}"
+    both = values(*pair(cell.expected, cell.actual), cell.shown)
+    return f"step {place.step}, rank {place.rank}, {quantity(place)}: {both}"
 
 
 def ranks(found: FirstDivergence, all_ranks: int) -> str:
@@ -246,12 +243,11 @@ def divergence_place(found: FirstDivergence, all_ranks: int) -> str:
 
 def divergence_values(found: FirstDivergence) -> str:
     """Say how far the first divergence is off, against what, with both values."""
-    expected, actual = pair(found.expected, found.actual)
-    values = f"expected {expected}, actual {actual}"
+    both = values(*pair(found.expected, found.actual), found.shown)
     if found.tolerance == 0:
-        return f"differs where exactness is judged, {values}"
+        return f"differs where exactness is judged, {both}"
     measured, allowed = (difference(each, found.unit) for each in (found.difference, found.tolerance))
-    return f"difference {measured}, tolerance {allowed}, {values}"
+    return f"difference {measured}, tight tolerance {allowed}, {both}"
 
 
 def steps(numbers: Iterable[int]) -> str:
@@ -305,6 +301,13 @@ def legend(checks: Iterable[CheckResult], *, with_marks: bool) -> list[str]:
         )
     if any(not math.isnan(check.smallest_detectable) for check in checks):
         lines.append("sees: the least relative change that would have been flagged at the first judged step.")
+    lines += metrics(checks)
+    return lines
+
+
+def metrics(checks: Iterable[CheckResult]) -> list[str]:
+    """Explain how the differences of a table are measured, and what its pairs of values are."""
+    checks, lines = tuple(checks), []
     metrics: dict[str, list[str]] = {}
     for check in checks:
         if check.unit and check.metric and (check.bound or check.verdict is not Verdict.RECORDED_ONLY):
@@ -313,14 +316,36 @@ def legend(checks: Iterable[CheckResult], *, with_marks: bool) -> list[str]:
         lines.append(f"difference: {next(iter(metrics))}.")
     else:
         lines += [f"difference: {metric} ({', '.join(whats)})." for metric, whats in metrics.items()]
-    if any(check.worst is not None for check in checks):
-        lines.append("expected, actual: the values themselves; for tensors, their l2 norms.")
+    if any(check.worst is not None and check.worst.shown is Shown.L2_NORM for check in checks):
+        lines.append("l2 norm: the size of the whole tensor in each arm; two tensors of one size can still differ.")
     return lines
 
 
 def marks(check: CheckResult) -> str:
     """Return the marks of the legend that a check carries."""
     return ("*" if check.assumed else "") + {"vacuous": "~", "flaky": "!"}.get(fit(check), "")
+
+
+def tight(comparison: Comparison) -> str:
+    """Explain the tolerance by which the first divergence was found; nothing where it is the table's own."""
+    found = comparison.first_divergence
+    if found is None or not found.tolerance > 0 or comparison.calibration is None:
+        return ""
+    return "tight tolerance: what the quantity's own spread and floor allow; sibling layers count in the table only."
+
+
+def calibration_runs(comparison: Comparison) -> list[tuple[CalibratedRun, bool]]:
+    """Return the runs that the tolerances come from, and whether each is among the runs compared."""
+    if comparison.calibration is None:
+        return []
+    compared = {run.run_id for run in comparison.runs}
+    return [(run, run.run_id in compared) for run in comparison.calibration.runs]
+
+
+def calibrated_name(run: CalibratedRun) -> str:
+    """Name a run that tolerances come from, with its perturbation where the name does not say it."""
+    known = not run.perturb or run.perturb.replace(":", "-") in run.path.replace(":", "-")
+    return run.path if known else f"{run.path} ({run.perturb})"
 
 
 def sentence(comparison: Comparison) -> str:
