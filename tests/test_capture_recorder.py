@@ -1,4 +1,4 @@
-"""The recorder's rows, in process: twins, repeated keys, and what replaces what."""
+"""The recorder's rows, in process: shared buffers, repeated keys, and what replaces what."""
 
 from __future__ import annotations
 
@@ -42,29 +42,23 @@ def alone(tensor: torch.Tensor, name: str) -> tuple[Any, np.ndarray, np.ndarray]
     return summary.host_row(tensor, name, summary.Scratch(), sketch, sample), sketch, sample
 
 
-def test_a_tensor_taken_twice_is_reduced_once_and_sampled_under_each_name(
-    recorder: Recorder, steps: list[StepRows], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reduced = []
-    inner = summary.host_row
-    monkeypatch.setattr(summary, "host_row", lambda *a: (reduced.append(a[1]), inner(*a))[1])
+def test_a_tensor_that_was_written_to_behind_torch_is_read_again(recorder: Recorder, steps: list[StepRows]) -> None:
+    # A compiled graph reuses a buffer for another value: the same tensor object, and the same version of it.
     tensor = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    first = tensor.clone()
     recorder.tensor(forward("block.child"), tensor)
+    version = tensor._version
+    tensor.numpy()[3] += 1
+    assert tensor._version == version
     recorder.tensor(forward("block"), tensor)
-    tensor.add_(1)
-    recorder.tensor(forward("after"), tensor)
-    recorder.tensor(forward("copy"), tensor.clone())
-    assert reduced == ["block.child", "after", "copy"]
-    changed = tensor.clone()
-    tensor.sub_(1)
     recorder.next_step()
     rows, at = steps[0], by_label(steps[0])
-    for name, expected in {"block.child": changed - 1, "block": changed - 1, "after": changed, "copy": changed}.items():
+    for name, expected in {"block.child": first, "block": tensor}.items():
         numbers, sketch, sample = alone(expected, name)
         row = at[f"forward/{name}"]
-        np.testing.assert_allclose(rows.scalars["l2"][row], numbers[1], rtol=1e-6)
-        np.testing.assert_allclose(rows.sketch[row], sketch, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(rows.sample[row], sample, rtol=1e-4, atol=1e-6)
+        assert rows.scalars["l2"][row] == numbers[1]
+        np.testing.assert_array_equal(rows.sketch[row], sketch)
+        np.testing.assert_array_equal(rows.sample[row], sample)
 
 
 def test_a_repeated_key_becomes_the_next_call(recorder: Recorder, steps: list[StepRows]) -> None:

@@ -12,8 +12,6 @@ import os
 import sys
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,10 +33,6 @@ from probe.store.writer import RankWriter
 
 QUEUE_BYTES = 512 * 1024 * 1024
 """Bytes that may wait for the writer before the training thread waits for it; one larger step may always pass."""
-
-TWINS = (Kind.FORWARD, Kind.BACKWARD)
-"""Kinds that are reduced once where two modules return the same tensor. A gradient or a parameter may have other bits
-and the same version: what a gradient scaler or `.data` does leaves no trace there."""
 
 Scalar = float | int | bool | str
 
@@ -91,8 +85,6 @@ class Recorder:
         self._rows = Rows(256)
         self._scratch = summary.Scratch()
         self._imported: tuple[str, ...] = ()
-        self._recent: deque[tuple[weakref.ref[torch.Tensor], int, int]] = deque(maxlen=4)
-        """The tensors reduced last, with their version and row."""
         self._lock = threading.RLock()
         self._worker: ThreadPoolExecutor | None = None
         self._writer: RankWriter | None = None
@@ -140,7 +132,6 @@ class Recorder:
         self.microbatch = 0
         self._order = 0
         self._calls.clear()
-        self._recent.clear()
         self._rows = Rows(max(256, 1 << math.ceil(math.log2(len(self._rows.keys) + 1))))
         self.recording = self.step in self.plan.steps
 
@@ -149,7 +140,6 @@ class Recorder:
         self.microbatch = 0
         self._order = 0
         self._calls.clear()
-        self._recent.clear()
         self._rows = Rows(256)
 
     def refuse(self, why: str) -> None:
@@ -186,7 +176,7 @@ class Recorder:
             found = held(value)
             part = part or found.part
             shape, text = tuple(value.shape if part is None else part.shape), found.text if part is None else part.text
-            given, value = value, found.tensor
+            value = found.tensor
             if value.layout is not torch.strided or value.is_meta or value.is_quantized or not found.reducible:
                 self._rows.add(key, order, dtype, shape, where, text or f"not reduced: {value.layout}, {value.device}")
                 return
@@ -198,27 +188,17 @@ class Recorder:
                     rows.fill(row, numbers.numpy())
                 else:
                     rows.on_device.append((row, numbers))
-            elif value is given and key.kind in TWINS and (twin := self._twin(value)) is not None:
-                rows.repeat(twin, row)
-                index = summary.sample_index(key.name, value.numel())
-                rows.sample[row, : len(index)] = value.detach().reshape(-1)[torch.from_numpy(index)].double().numpy()
             elif value.device.type == "cpu":
                 sums = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row])
                 rows.sums[row], rows.counts[row] = sums[:4], sums[4:]
                 if sums[5] == 1:
                     rows.value[row] = sums[0]
-                self._recent.append((weakref.ref(value), value._version, row))
             else:
                 rows.on_device.append((row, summary.device_row(value, key.name, self._scratch)))
             if exact and part is None:
                 rows.hash[row] = summary.fingerprint(value)
             if self.plan.keeps(key.kind, key.name, key.item):
                 rows.tensors[key] = value.detach().clone()
-
-    def _twin(self, value: torch.Tensor) -> int | None:
-        """Find the row of the very same tensor, taken a moment ago: modules return what their last child returned."""
-        version = value._version
-        return next((row for ref, then, row in self._recent if ref() is value and then == version), None)
 
     def scalar(self, key: Key, value: Scalar, where: str = "", dtype: str | None = None) -> None:
         """Keep a Python number, truth value or text."""
@@ -248,7 +228,6 @@ class Recorder:
     def forget(self, kind: Kind) -> None:
         """Drop the rows of a kind that a later reading in the same step replaces."""
         rows = self._rows
-        self._recent.clear()
         keep = [i for i, key in enumerate(rows.keys) if key.kind is not kind]
         if len(keep) == len(rows.keys):
             return

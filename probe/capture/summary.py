@@ -1,7 +1,8 @@
 """Reduce one tensor to a row of fixed size, on its own device, without touching the run.
 
-Everything here happens under `quiet`: no autograd, no autocast, no dispatch modes, no global RNG. A row costs about
-one nanosecond per element on a CPU. This module must not know where a tensor came from.
+Everything here happens under `quiet`: no autograd, no autocast, no dispatch modes, no global RNG. On a CPU the compiled
+`_reduce` reads each element once, at about 0.2 ns; where it was not built, torch does the same in five passes over
+blocks that stay in cache, at about 1 ns. This module must not know where a tensor came from.
 """
 
 from __future__ import annotations
@@ -21,6 +22,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from probe import sketch as sketch_module
 from probe.sketch import mix64
 from probe.store.layout import SAMPLES, SKETCH_K
+
+
+def _compiled() -> Any:
+    try:
+        from probe.capture import _reduce
+    except ImportError:
+        return None
+    return _reduce
+
+
+compiled = _compiled()
+"""The compiled reduction; None where there was no C compiler when the package was installed."""
+
+COMPILED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+"""Types that the compiled reduction reads as they are, by its numbers for them."""
 
 ROWS_PER_BLOCK = 512
 """Rows of k elements that are reduced at once on a CPU. A block, 0.5 MB in fp32, stays in the second-level cache while
@@ -122,10 +138,15 @@ class Scratch:
         return self._buffers[slot]
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """View complex numbers as pairs of real ones, and undo lazy conjugation and negation."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg()
+
+
 def flat_numbers(tensor: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """View or convert a tensor as a flat contiguous fp32 (fp64 for fp64 and integers) vector, in logical order."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor.reshape(-1)
     wide = torch.float32 if tensor.dtype.is_floating_point else torch.float64
@@ -145,7 +166,7 @@ def device_row(tensor: torch.Tensor, name: str, scratch: Scratch) -> torch.Tenso
     Source: the project's statistics study, sections 5 and 8: S_j = sum over i = j (mod k) of sign(i // k) x_i, one
     sign per row of k elements; linear, deterministic, at the speed of one read; relative sd of the norm of a
     difference 4.5 %."""
-    tensor = tensor.detach()
+    tensor = as_real(tensor.detach())
     row = torch.zeros(DEVICE_ROW, dtype=torch.float64, device=tensor.device)
     row[6 + SKETCH_K :] = float("nan")
     numel = tensor.numel()
@@ -176,8 +197,6 @@ def device_row(tensor: torch.Tensor, name: str, scratch: Scratch) -> torch.Tenso
     return row
 
 
-# Sums of infinities of both signs are NaN, and that is meant; a job that turns warnings into errors must not see one.
-@np.errstate(invalid="ignore", over="ignore")
 def host_row(
     tensor: torch.Tensor,
     name: str,
@@ -187,11 +206,11 @@ def host_row(
 ) -> tuple[float, float, float, float, int, int]:
     """Summarise a tensor in host memory: the same numbers as `device_row`, written in place.
 
-    Small tensors go through numpy, whose calls cost a microsecond less; large ones through torch, which keeps to the
-    threads the user gave it.
+    Without the compiled reduction, small tensors go through numpy, whose calls cost a microsecond less; large ones
+    through torch, which keeps to the threads the user gave it.
 
     Args:
-        tensor: Any strided tensor of numbers on the CPU.
+        tensor: Any strided tensor of numbers on the CPU; a complex one counts as twice as many real ones.
         name: Decides which values are sampled.
         scratch: Work space.
         sketch: [K], overwritten.
@@ -200,11 +219,34 @@ def host_row(
     Returns:
         sum, l2, sum |x|, max |x|, number of non-finite elements, number of elements.
     """
+    tensor = as_real(tensor.detach())
     numel = tensor.numel()
     if numel == 0:
         sketch[:] = 0.0
         return 0.0, 0.0, 0.0, 0.0, 0, 0
-    flat = flat_numbers(tensor.detach(), scratch)
+    index = sample_index(name, numel)
+    if compiled is not None:
+        if tensor.dtype not in COMPILED_TYPES:
+            tensor = flat_numbers(tensor, scratch)
+        flat = tensor.contiguous()
+        numbers: tuple[float, float, float, float, int, int] = compiled.reduce(
+            flat.data_ptr(), numel, COMPILED_TYPES[flat.dtype], sketch, index, sample
+        )
+        return numbers
+    return _host_row_by_torch(flat_numbers(tensor, scratch), index, scratch, sketch, sample)
+
+
+# Sums of infinities of both signs are NaN, and that is meant; a job that turns warnings into errors must not see one.
+@np.errstate(invalid="ignore", over="ignore")
+def _host_row_by_torch(
+    flat: torch.Tensor,
+    index: npt.NDArray[np.int64],
+    scratch: Scratch,
+    sketch: npt.NDArray[np.float32],
+    sample: npt.NDArray[np.float32],
+) -> tuple[float, float, float, float, int, int]:
+    """Do as `host_row`, without the compiled reduction."""
+    numel = flat.numel()
     values = flat.numpy()
     rows = numel // SKETCH_K
     if numel <= SMALL:
@@ -216,8 +258,9 @@ def host_row(
         rest = values[body:]
         sketch[: numel - body] += rest * _last_sign(rows)
         total += float(rest.sum(dtype=np.float64))
-    nonfinite = 0 if math.isfinite(max_abs) else int(numel - np.isfinite(values).sum())
-    index = sample_index(name, numel)
+    nonfinite = 0
+    if not math.isfinite(sum_abs):
+        nonfinite, max_abs = int(numel - np.isfinite(values).sum()), float(np.abs(values).max())
     sample[: index.size] = values[index]
     return total, l2, sum_abs, max_abs, nonfinite, numel
 
@@ -257,8 +300,7 @@ def _large_sums(
         size = torch.abs(part, out=absolute[: part.numel()])
         squares += torch.dot(part, part).item()
         sum_abs += size.sum().item()
-        largest = size.amax().item()
-        max_abs = largest if not largest <= max_abs else max_abs  # a NaN must win
+        max_abs = max(max_abs, size.amax().item())  # of a NaN, the sum tells
     sketch[:] = wide[0]
     return float(wide[1].sum()), math.sqrt(squares) if squares >= 0 else squares, sum_abs, max_abs
 
