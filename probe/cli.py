@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 
 from probe import cli_protocols
+from probe.cli_captures import compare_captures
 from probe.cli_output import Reports, github_summary, refuse_overwriting, show_comparison
 from probe.errors import IncomparableError, NotEquivalentError, ProbeError
 
@@ -249,6 +250,7 @@ def calibrate(captures: tuple[Path, ...], output: Path, plan: Path | None, k: fl
 @click.option("--markdown", type=_FILE, metavar="F.md", help="Write Markdown for a pull request.")
 @click.option("--junit", type=_FILE, metavar="F.xml", help="Write JUnit XML.")
 @click.option("--github", is_flag=True, help="Append the Markdown to the GitHub step summary.")
+@click.option("--scheduler", metavar="ADDRESS", help="Read the captures on a Dask cluster that sees their paths.")
 @click.option("--force", is_flag=True, help="Replace existing report files.")
 def diff(
     captures: tuple[Path, ...],
@@ -263,6 +265,7 @@ def diff(
     markdown: Path | None,
     junit: Path | None,
     github: bool,
+    scheduler: str | None,
     force: bool,
 ) -> int:
     """Compare runs: is the candidate equivalent to the baseline?
@@ -283,7 +286,6 @@ def diff(
 
     from dataclasses import replace
 
-    from probe.judge.compare import compare_cells
     from probe.judge.tolerance import load
     from probe.plan import default_checks, load_plan
     from probe.store.reader import open_capture
@@ -292,7 +294,9 @@ def diff(
     allowed = None if tolerances is None else load(tolerances)
     expected, actual = ([open_capture(path) for path in arm] for arm in (baselines, candidates))
     try:
-        comparison, judgements = compare_cells(expected, actual, allowed, checks=checks, same_code=same_code)
+        comparison, judgements = compare_captures(
+            expected, actual, allowed, checks=checks, same_code=same_code, scheduler=scheduler
+        )
     except IncomparableError as error:
         if as_json:
             from probe.report.machine import incomparable, to_json

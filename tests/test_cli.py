@@ -34,7 +34,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found: Comparison = noted["result"]
         return found, ()
 
-    monkeypatch.setattr("probe.judge.compare.compare_cells", compare)
+    monkeypatch.setattr("probe.cli.compare_captures", compare)
     monkeypatch.setattr("probe.store.reader.open_capture", str)
     monkeypatch.setattr("probe.judge.tolerance.load", lambda path: f"loaded {path}")
     return noted

@@ -9,7 +9,7 @@ Shapes: S steps, R ranks, C cells (key with its microbatch).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -103,151 +103,161 @@ class Axes:
             by_rank=by_rank,
         )
 
+    def part(self, steps: Sequence[int], ranks: Sequence[int]) -> Axes:
+        """Take some of the steps and ranks, given by their indices."""
+        return Axes(
+            steps=tuple(self.steps[s] for s in steps),
+            ranks=tuple(self.ranks[r] for r in ranks),
+            by_rank={rank: self.by_rank[rank] for rank in (self.ranks[r] for r in ranks)},
+        )
 
-def places(axes: Axes) -> list[tuple[int, int]]:
-    """List which segments the runs share, step by step, rank by rank: indices of step and rank."""
+
+def walk(captures: Sequence[CaptureLike], axes: Axes) -> Iterator[Stop]:
+    """Read the shared segments of several runs side by side, step by step, rank by rank."""
     held = [set(axes.by_rank[rank]) for rank in axes.ranks]
-    return [(s, r) for s, step in enumerate(axes.steps) for r in range(len(axes.ranks)) if step in held[r]]
+    for s, step in enumerate(axes.steps):
+        for r, rank in enumerate(axes.ranks):
+            if step in held[r]:
+                yield Stop(s, step, r, rank, tuple(capture.rows(rank, step) for capture in captures))
 
 
-def walk(captures: Sequence[CaptureLike], axes: Axes, only: Sequence[tuple[int, int]] | None = None) -> Iterator[Stop]:
-    """Read the shared segments of several runs side by side, step by step, rank by rank.
+_FIELDS: dict[str, tuple[float, type]] = {
+    "difference": (np.nan, float),
+    "absolute": (np.nan, float),
+    "expected": (np.nan, float),
+    "actual": (np.nan, float),
+    "assumed": (np.nan, float),
+    "exact": (False, bool),
+    "identical": (False, bool),
+    "number": (False, bool),
+    "single": (False, bool),
+    "reshaped": (False, bool),
+    "retyped": (False, bool),
+    "nonfinite": (0, np.int8),
+    "order": (-1, np.int32),
+    "present": (False, bool),
+    "absent": (0, np.int8),
+}
+"""Arrays of `Differences`: what stands where nothing was measured, and the element type."""
 
-    Args:
-        only: Some of `places`, in their order; None: all.
-    """
-    for s, r in places(axes) if only is None else only:
-        step, rank = axes.steps[s], axes.ranks[r]
-        yield Stop(s, step, r, rank, tuple(capture.rows(rank, step) for capture in captures))
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Measurements of one pair of runs at some steps and ranks, before numbers are told in units of their scale."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What was measured at one stop."""
+    fields: dict[str, npt.NDArray[Any]]
+    """Each of `_FIELDS`: [S, R, C], or [1, 1, C] where it is the same at all steps and ranks."""
+    texts: dict[tuple[int, int, int], tuple[float | str, float | str]]
 
-    s: int
-    r: int
-    cells: IntArray
-    measured: Measured
-    missing: IntArray
-    missing_order: npt.NDArray[np.int32]
-    unexpected: IntArray
+    def finish(
+        self, axes: Axes, keys: Sequence[Key], index: SeriesIndex, scale: FloatArray | None = None
+    ) -> Differences:
+        """Return everything as [S, R, C].
+
+        Args:
+            scale: [series] from `series_scale` of the first baseline; None: taken from this pair's baseline.
+        """
+        shape = (len(axes.steps), len(axes.ranks), len(keys))
+        dense = {name: np.broadcast_to(values, shape) for name, values in self.fields.items()}
+        raw, number = dense.pop("difference"), dense["number"]
+        if scale is None:
+            scale = series_scale(np.where(number, dense["expected"], np.nan), index)
+        return Differences(
+            steps=axes.steps,
+            ranks=axes.ranks,
+            keys=tuple(keys),
+            index=index,
+            difference=np.where(number, raw / scale[index.of_cell], raw),
+            scale=scale,
+            texts=self.texts,
+            **dense,
+        )
 
 
 class Collector:
     """Gather measured segments of one pair of runs, and make dense arrays of them once all keys are known."""
 
     def __init__(self) -> None:
-        self._parts: list[_Part] = []
+        self._measured: list[tuple[int, int, Measured, Alignment]] = []
+        self._baseline_order: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
 
     def add(self, s: int, r: int, measured: Measured, pairs: Alignment, baseline: StepRows) -> None:
         """Keep one segment's measurements."""
-        self._parts.append(
-            _Part(
-                s=s,
-                r=r,
-                cells=measured.cells,
-                measured=measured,
-                missing=pairs.missing,
-                missing_order=baseline.order[pairs.missing_rows],
-                unexpected=pairs.unexpected,
-            )
-        )
+        self._measured.append((s, r, measured, pairs))
+        self._baseline_order[s, r] = baseline.order
 
-    def take(self, other: Collector, cells: IntArray) -> None:
-        """Add what another collector gathered.
-
-        Args:
-            cells: What the other's cells are called here.
-        """
-        renumbered: dict[int, IntArray] = {}  # Most stops have the same cells, in one array.
-        for part in other._parts:
-            measured, at = part.measured, id(part.cells)
-            if at not in renumbered:
-                renumbered[at] = cells[part.cells]
-            texts = {int(cells[cell]): both for cell, both in measured.texts.items()}
-            self._parts.append(
-                replace(
-                    part,
-                    cells=renumbered[at],
-                    measured=replace(measured, cells=renumbered[at], texts=texts),
-                    missing=cells[part.missing],
-                    unexpected=cells[part.unexpected],
-                )
-            )
-
-    def dense(
-        self, name: str, axes: Axes, catalog: Catalog, empty: float = np.nan, kind: type = float
-    ) -> npt.NDArray[Any]:
-        """Return one field of `Measured` as [S, R, C].
-
-        Args:
-            empty: Where nothing was measured.
-            kind: Element type.
-        """
-        out: npt.NDArray[Any] = np.full((len(axes.steps), len(axes.ranks), len(catalog)), empty, dtype=kind)
-        for part in self._parts:
-            out[part.s, part.r, part.cells] = getattr(part.measured, name)
+    def dense(self, name: str, axes: Axes, catalog: Catalog) -> npt.NDArray[Any]:
+        """Return one field of `Measured` as [S, R, C], NaN or nothing where nothing was measured."""
+        out = _empty(name, (len(axes.steps), len(axes.ranks), len(catalog)))
+        for s, r, measured, _ in self._measured:
+            out[s, r, measured.cells] = getattr(measured, name)
         return out
 
-    def finish(self, axes: Axes, catalog: Catalog, index: SeriesIndex, scale: FloatArray | None = None) -> Differences:
-        """Return everything as [S, R, C].
-
-        Args:
-            scale: [series] from `series_scale` of the first baseline; None: taken from this pair's baseline.
-        """
+    def block(self, axes: Axes, catalog: Catalog) -> Block:
+        """Return everything that was gathered."""
         shape = (len(axes.steps), len(axes.ranks), len(catalog))
+        fields = {name: self.dense(name, axes, catalog) for name in _FIELDS if name not in ("present", "absent")}
+        present, absent = _empty("present", shape), _empty("absent", shape)
+        for s, r, measured, pairs in self._measured:
+            fields["order"][s, r, pairs.missing] = self._baseline_order[s, r][pairs.missing_rows]
+            present[s, r, measured.cells] = True
+            absent[s, r, pairs.missing] = MISSING
+            absent[s, r, pairs.unexpected] = UNEXPECTED
+        fields |= {"present": present, "absent": absent}
+        texts = {(s, r, cell): both for s, r, measured, _ in self._measured for cell, both in measured.texts.items()}
+        return Block({name: _folded(values) for name, values in fields.items()}, texts)
 
-        def dense(name: str, empty: float = np.nan, kind: type = float) -> npt.NDArray[Any]:
-            return _folded(self.dense(name, axes, catalog, empty, kind))
+    def finish(self, axes: Axes, catalog: Catalog, index: SeriesIndex, scale: FloatArray | None = None) -> Differences:
+        """Return everything as [S, R, C]; see `Block.finish`."""
+        return self.block(axes, catalog).finish(axes, catalog.keys, index, scale)
 
-        absent = np.zeros(shape, dtype=np.int8)
-        present = np.zeros(shape, dtype=bool)
-        expected = dense("expected")
-        order = self.dense("order", axes, catalog, -1, np.int32)
-        for part in self._parts:
-            order[part.s, part.r, part.missing] = part.missing_order
-            present[part.s, part.r, part.cells] = True
-            absent[part.s, part.r, part.missing] = MISSING
-            absent[part.s, part.r, part.unexpected] = UNEXPECTED
-        raw, number = dense("difference"), dense("number", False, bool)
-        if scale is None:
-            scale = series_scale(np.where(number, expected, np.nan), index)
-        return Differences(
-            steps=axes.steps,
-            ranks=axes.ranks,
-            keys=tuple(catalog.keys),
-            index=index,
-            difference=np.where(number, raw / scale[index.of_cell], raw),
-            absolute=dense("absolute"),
-            scale=scale,
-            expected=expected,
-            actual=dense("actual"),
-            present=_folded(present),
-            exact=dense("exact", False, bool),
-            identical=dense("identical", False, bool),
-            number=number,
-            single=dense("single", False, bool),
-            nonfinite=dense("nonfinite", 0, np.int8),
-            reshaped=dense("reshaped", False, bool),
-            retyped=dense("retyped", False, bool),
-            absent=_folded(absent),
-            order=_folded(order),
-            texts={(part.s, part.r, cell): both for part in self._parts for cell, both in part.measured.texts.items()},
-            assumed=dense("assumed"),
-        )
+
+def _empty(name: str, shape: tuple[int, int, int]) -> npt.NDArray[Any]:
+    empty, kind = _FIELDS[name]
+    return np.full(shape, empty, dtype=kind)
 
 
 def _folded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Keep what is the same at all steps and ranks once: half of what is dense is, in runs of any length."""
+    """Keep once what is the same at all steps and ranks."""
     if not values.size:
         return values
-    first = values[0, 0]
-    # Comparing all of a large array takes longer than the memory is worth where its second row differs already.
-    for some in (values[0, -1:], values[-1:, 0], values):
-        if not ((some == first) | ((some != some) & (first != first))).all():
-            return values
-    return np.broadcast_to(first.copy(), values.shape)
+    first = values[:1, :1]
+    # Most of what differs does so from one step or rank to the next: all of a large array is seldom looked at.
+    folds = all(same(some, np.broadcast_to(first, some.shape)) for some in (values[:1, -1:], values[-1:, :1], values))
+    return first.copy() if folds else values
+
+
+def same(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> bool:
+    """Tell whether two arrays have the same elements, NaN being itself."""
+    return bool(np.array_equal(one, two, equal_nan=one.dtype.kind == "f"))
+
+
+def joined(parts: Sequence[tuple[Block, range, range, IntArray]], shape: tuple[int, int, int]) -> Block:
+    """Put blocks together.
+
+    Args:
+        parts: Each with the indices of its steps, ranks and cells in the whole.
+        shape: Of the whole.
+    """
+    if len(parts) == 1:
+        return parts[0][0]
+    alike = all(np.array_equal(cells, np.arange(shape[2])) for *_, cells in parts)
+    fields = {}
+    for name in _FIELDS:
+        first = parts[0][0].fields[name]
+        if alike and len(first) == 1 == first.shape[1] and all(same(part.fields[name], first) for part, *_ in parts):
+            fields[name] = first
+            continue
+        fields[name] = whole = _empty(name, shape)
+        for part, steps, ranks, cells in parts:
+            here = whole[steps.start : steps.stop, ranks.start : ranks.stop]
+            here[:, :, slice(None) if alike else cells] = part.fields[name]
+    texts = {
+        (steps[s], ranks[r], int(cells[cell])): both
+        for part, steps, ranks, cells in parts
+        for (s, r, cell), both in part.texts.items()
+    }
+    return Block(fields, texts)
 
 
 def series_scale(numbers: FloatArray, index: SeriesIndex) -> FloatArray:

@@ -185,13 +185,14 @@ def measure(baseline: StepRows, candidate: StepRows, pairs: Alignment, divisor: 
         tensors = sketch_distance(baseline, rows_b, candidate, rows_a, divisor)
         furthest = _furthest_samples(baseline, of_b, candidate, of_a, pairs, tensors, divisor)
         difference = np.where(number, np.abs(value_b - scaled), np.where(numel == 0, 0.0, tensors))
-    hash_b, hash_a = baseline.hash[rows_b], candidate.hash[rows_a]
-    hashed = hash_b.any(axis=1) & hash_a.any(axis=1)
-    same_hash = (hash_b == hash_a).all(axis=1)
+    (high_b, low_b), (high_a, low_a) = baseline.hash[rows_b].T, candidate.hash[rows_a].T
+    has_hash_b, has_hash_a = (high_b | low_b) != 0, (high_a | low_a) != 0
+    hashed = has_hash_b & has_hash_a
+    same_hash = (high_b == high_a) & (low_b == low_a)
     same_value = (value_b == value_a) | (np.isnan(value_b) & np.isnan(value_a))
     same_rows = _same_scalars(baseline, rows_b, candidate, rows_a) & same_value & ~other_text & ~reshaped & ~retyped
     # Sums over shards have no fingerprint, and are equal to sums over the whole but for their rounding.
-    added_up = hash_b.any(axis=1) ^ hash_a.any(axis=1)
+    added_up = has_hash_b ^ has_hash_a
     with np.errstate(invalid="ignore"):
         same_rows |= added_up & (difference <= ADDED_UP * EPSILON_FLOAT32) & ~other_text & ~reshaped & ~retyped
     identical = np.where(hashed, same_hash & ~reshaped & ~retyped, same_rows)
@@ -318,6 +319,6 @@ def _same_scalars(
 
 
 def _unlike(one: tuple[object, ...], of_one: IntArray, two: tuple[object, ...], of_two: IntArray) -> BoolArray:
-    if len(of_one) == len(one) == len(two) and one == two and np.array_equal(of_one, of_two):
+    if len(of_one) == len(one) == len(two) and (one is two or one == two) and np.array_equal(of_one, of_two):
         return np.zeros(len(of_one), dtype=bool)
     return np.array([one[i] != two[j] for i, j in zip(of_one, of_two, strict=True)], dtype=bool)

@@ -11,13 +11,14 @@ Shapes: S steps, R ranks, C cells, Q rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, as_completed
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from probe.measure.differences import Axes, Collector, Differences, places, walk
+from probe.measure.differences import Axes, Block, Collector, Differences, joined, same, walk
 from probe.measure.distance import measure
 from probe.measure.loss_scale import agreed_scales, as_backward_got, divisors, microbatches
 from probe.measure.microbatches import matched
@@ -25,10 +26,13 @@ from probe.measure.series import Alignment, CaptureLike, Catalog, FloatArray, Se
 from probe.point import Key
 from probe.store.layout import StepRows
 
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
 Pair = tuple[int, int]
 """Numbers of two runs."""
 Place = tuple[int, int]
-"""Indices of a step and a rank."""
+"""Indices of a step and a rank among all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +73,19 @@ class Spread:
     """Into how many pieces; two or so for each worker even out their speeds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """What was measured of some segments."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of the segments: all that these steps and ranks have, by their indices."""
 
-    collectors: dict[Pair, Collector]
+    steps: range
+    ranks: range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What was measured of one piece."""
+
+    blocks: dict[Pair, Block]
     keys: tuple[Key, ...]
     """[C] in the order in which they were first seen here."""
     first: tuple[Place, ...]
@@ -93,62 +105,76 @@ def measure_pairs(
         spread: Where to do it; None: here, without pickling anything.
         progress: Is told which part of the work is done, from 0 to 1.
     """
-    pieces = list(_pieces(runs, spread, progress or (lambda part: None)))
-    catalog, collectors = _joined(runs, pieces)
-    index = SeriesIndex(catalog.keys)
+    axes = runs.axes
+    pieces = _cut(runs, 1 if spread is None else spread.pieces)
+    found = [measure_piece(runs, pieces[0])] if spread is None else _spread_out(runs, pieces, spread, progress)
+    keys = _in_order(found)
+    number = {key: cell for cell, key in enumerate(keys)}
+    cells = [np.array([number[key] for key in one.keys], dtype=np.intp) for one in found]
+    shape = (len(axes.steps), len(axes.ranks), len(keys))
+    index = SeriesIndex(keys)
     unit: FloatArray | None = None  # Numbers are told in the scale of the first baseline, which is in the first pair.
-    pairs = {}
+    pairs: dict[Pair, Differences] = {}
+    shared = _Shared()
     for pair in runs.pairs:
-        pairs[pair] = collectors.pop(pair).finish(runs.axes, catalog, index, unit)
+        parts = [(one.blocks.pop(pair), p.steps, p.ranks, at) for one, p, at in zip(found, pieces, cells, strict=True)]
+        pairs[pair] = shared.block(joined(parts, shape)).finish(axes, keys, index, unit)
         unit = pairs[pair].scale
     scales: dict[float, int] = {}
-    for _, scale in sorted((each for piece in pieces for each in piece.scales), key=lambda each: each[0]):
+    for _, scale in sorted((each for one in found for each in one.scales), key=_place):
         scales[scale] = scales.get(scale, 0) + 1
     cuts: dict[tuple[int, int], int] = {}
-    for _, numbers, left_out in sorted((each for piece in pieces for each in piece.cuts), key=lambda each: each[0]):
+    for _, numbers, left_out in sorted((each for one in found for each in one.cuts), key=_place):
         cuts[numbers] = cuts.get(numbers, 0) + left_out
-    return PairsMeasured(pairs=pairs, keys=tuple(catalog.keys), scales=scales, cuts=cuts)
+    return PairsMeasured(pairs=pairs, keys=keys, scales=scales, cuts=cuts)
 
 
-def _pieces(runs: Runs, spread: Spread | None, progress: Callable[[float], None]) -> Iterator[_Piece]:
-    everything = places(runs.axes)
-    if spread is None:
-        yield measure_piece(runs, everything)
-        return
-    cut = [piece for piece in _cut(runs, everything, spread.pieces) if piece]
-    futures = [spread.executor.submit(measure_piece, runs, piece) for piece in cut]
+def _place(found: tuple[Any, ...]) -> Place:
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _spread_out(
+    runs: Runs, pieces: Sequence[Piece], spread: Spread, progress: Callable[[float], None] | None
+) -> list[_Found]:
+    from concurrent.futures import as_completed
+
+    futures = [spread.executor.submit(measure_piece, runs, piece) for piece in pieces]
     try:
-        for done, _ in enumerate(as_completed(futures), start=1):
-            progress(done / len(futures))
-        yield from (future.result() for future in futures)
+        for done, future in enumerate(as_completed(futures), start=1):
+            future.result()  # The first error ends the wait.
+            if progress is not None:
+                progress(done / len(futures))
+        return [future.result() for future in futures]
     finally:
         for future in futures:
             future.cancel()
 
 
-def _cut(runs: Runs, everything: Sequence[Place], count: int) -> list[list[Place]]:
+def _cut(runs: Runs, count: int) -> list[Piece]:
     """Cut the work by ranks, and by steps where what one rank shows is made of others' segments, or ranks are few."""
     axes = runs.axes
+    steps, ranks = range(len(axes.steps)), range(len(axes.ranks))
+    if count < 2:
+        return [Piece(steps, ranks)]
     # All are asked: what they found is sent along with them.
     across = [isinstance(capture, View) and capture.across_ranks(axes.steps[0]) for capture in runs.captures]
-    by_step = any(across) or len(axes.ranks) < count <= len(axes.steps)
-    lines = len(axes.steps) if by_step else len(axes.ranks)
-    count = min(count, lines)
-    cut: list[list[Place]] = [[] for _ in range(count)]
-    for place in everything:
-        cut[(place[0] if by_step else place[1]) * count // lines].append(place)
-    return cut
+    by_step = any(across) or len(ranks) < min(count, len(steps))
+    lines = steps if by_step else ranks
+    count = min(count, len(lines))
+    parts = [lines[at * len(lines) // count : (at + 1) * len(lines) // count] for at in range(count)]
+    return [Piece(part, ranks) if by_step else Piece(steps, part) for part in parts]
 
 
-def measure_piece(runs: Runs, only: Sequence[Place]) -> _Piece:
+def measure_piece(runs: Runs, piece: Piece) -> _Found:
     """Read some segments of all runs side by side and measure all pairs of them."""
+    axes = runs.axes.part(piece.steps, piece.ranks)
     catalog = Catalog()
     collectors = {pair: Collector() for pair in runs.pairs}
     first: list[Place] = []
     scales: list[tuple[Place, float]] = []
     cuts: list[tuple[Place, tuple[int, int], int]] = []
-    for stop in walk(runs.captures, runs.axes, only):
-        place = (stop.s, stop.r)
+    for stop in walk(runs.captures, axes):
+        place = (piece.steps[stop.s], piece.ranks[stop.r])
         rows = [as_backward_got(each) for each in stop.rows]
         for (one, two), collector in collectors.items():
             both = matched(stop.rows[one], stop.rows[two])
@@ -160,15 +186,15 @@ def measure_piece(runs: Runs, only: Sequence[Place]) -> _Piece:
             aligned = catalog.align(expected.keys, actual.keys)
             divisor = None
             if one < runs.baselines <= two:
-                found = agreed_scales(both.baseline, both.candidate, runs.loss_tolerances[stop.step])
-                divisor = _divisor(aligned, found, expected, actual)
+                agreed = agreed_scales(both.baseline, both.candidate, runs.loss_tolerances[stop.step])
+                divisor = _divisor(aligned, agreed, expected, actual)
                 if one == 0:
-                    scales += [(place, scale) for scale in found.values()]
-            measured = measure(expected, actual, aligned, divisor)
-            collector.add(stop.s, stop.r, measured, aligned, expected)
+                    scales += [(place, scale) for scale in agreed.values()]
+            collector.add(stop.s, stop.r, measure(expected, actual, aligned, divisor), aligned, expected)
         first += [place] * (len(catalog) - len(first))
-    return _Piece(
-        collectors=collectors,
+    shared = _Shared()
+    return _Found(
+        blocks={pair: shared.block(collectors.pop(pair).block(axes, catalog)) for pair in runs.pairs},
         keys=tuple(catalog.keys),
         first=tuple(first),
         scales=tuple(scales),
@@ -182,17 +208,26 @@ def _divisor(aligned: Alignment, scales: dict[int, float], one: StepRows, two: S
     return divisors(aligned, scales, (microbatches(one.keys), microbatches(two.keys)))
 
 
-def _joined(runs: Runs, pieces: Sequence[_Piece]) -> tuple[Catalog, dict[Pair, Collector]]:
-    """Number all cells in the order in which one walk over everything would have met them, and gather the pieces."""
-    catalog = Catalog()
-    met = sorted((place, cell, at) for at, piece in enumerate(pieces) for cell, place in enumerate(piece.first))
-    for _, cell, at in met:
-        catalog.cell(pieces[at].keys[cell])
-    if len(pieces) == 1:
-        return catalog, pieces[0].collectors
-    collectors = {pair: Collector() for pair in runs.pairs}
-    for piece in pieces:
-        cells = np.array([catalog.cell(key) for key in piece.keys], dtype=np.intp)
-        for pair, collector in collectors.items():
-            collector.take(piece.collectors.pop(pair), cells)
-    return catalog, collectors
+def _in_order(found: Sequence[_Found]) -> tuple[Key, ...]:
+    """List all keys in the order in which one walk over everything would have met them."""
+    met = sorted((place, cell, at) for at, one in enumerate(found) for cell, place in enumerate(one.first))
+    return tuple(dict.fromkeys(found[at].keys[cell] for _, cell, at in met))
+
+
+class _Shared:
+    """Keep once what is the same in the arrays of several pairs: most of what is told of a run is told in each."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[npt.NDArray[Any]]] = {}
+
+    def block(self, block: Block) -> Block:
+        """Return the block with arrays that were seen before in place of equal ones."""
+        return replace(block, fields={name: self._one(name, values) for name, values in block.fields.items()})
+
+    def _one(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        known = self._known.setdefault("value" if name in ("expected", "actual") else name, [])
+        for other in known:
+            if other.shape == values.shape and same(other[-1:, -1:], values[-1:, -1:]) and same(other, values):
+                return other
+        known.append(values)
+        return values

@@ -94,6 +94,11 @@ class Capture:
             raise CaptureError(f"Capture {self.path} has no rank {rank}; it has {listed(self.ranks) or 'none'}.")
         return self._steps[rank]
 
+    @property
+    def nbytes(self) -> int:
+        """Size of all segments."""
+        return sum(self._segment(rank, step).stat().st_size for rank in self.ranks for step in self._steps[rank])
+
     def rows(self, rank: int, step: int) -> StepRows:
         """Read the rows of one step, without its tensors.
 

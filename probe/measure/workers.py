@@ -1,0 +1,92 @@
+"""Find who reads the captures: this process alone, local processes beside it, or the workers of a Dask cluster.
+
+Handing work to processes costs a tenth of a second, so small comparisons are made in one. This module must not know
+what the work is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from probe.errors import ProbeError
+from probe.measure.pairs import Spread
+
+WORTH_NBYTES = 256 << 20
+"""Bytes of segments from which on a second process pays: about a quarter of a second of reading and measuring."""
+TIMEOUT_S = 10
+"""How long a scheduler may take to answer."""
+PIECES = 2
+"""Pieces for each worker: one that is slow, or shares its core, gets fewer."""
+
+
+@contextmanager
+def local_processes(nbytes: int, most: int | None = None) -> Iterator[Spread | None]:
+    """Start one process for each core that this one may use; none where the work is small or there is one core.
+
+    Args:
+        nbytes: Size of what is to be read.
+        most: Most processes; None: as many as there are cores.
+    """
+    count = _cores() if most is None else most
+    if nbytes < WORTH_NBYTES or count < 2:
+        yield None
+        return
+    import multiprocessing
+    from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+
+    # A forked process is there at once, where a new one imports for half a second. It must not be forked while
+    # another thread may hold a lock.
+    forks = sys.platform == "linux" and threading.active_count() == 1
+    context = multiprocessing.get_context("fork" if forks else None)
+    try:
+        with ProcessPoolExecutor(count, mp_context=context) as executor:
+            yield Spread(executor=executor, pieces=PIECES * count)
+    except BrokenExecutor as error:
+        raise ProbeError(
+            f"One of the {count} processes that read the captures was killed, most likely for lack of memory. "
+            "Free memory, or compare fewer runs at once."
+        ) from error
+
+
+@contextmanager
+def dask_cluster(address: str) -> Iterator[Spread]:
+    """Connect to a Dask cluster whose workers see the captures under the same paths.
+
+    Args:
+        address: Of the scheduler, such as `tcp://10.0.0.1:8786`.
+
+    Raises:
+        ProbeError: Dask is not installed, nobody answers there, or no worker is there.
+    """
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise ProbeError(
+            "Option --scheduler needs Dask, which is not installed. Install it with `pip install 'trainprobe[dask]'`."
+        ) from error
+    try:
+        client: Any = Client(address, timeout=TIMEOUT_S, set_as_default=False)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise ProbeError(
+            f"No Dask scheduler answers at {address!r} within {TIMEOUT_S} s. Start one with `dask scheduler`, or leave "
+            "--scheduler out to compare on this machine."
+        ) from error
+    with client:
+        threads = sum(client.ncores().values())
+        if not threads:
+            raise ProbeError(
+                f"The Dask scheduler at {address!r} has no worker. Start one with `dask worker {address}`, where the "
+                "captures are seen under the same paths."
+            )
+        with client.get_executor(pure=False) as executor:
+            yield Spread(executor=executor, pieces=PIECES * threads)
+
+
+def _cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
