@@ -333,8 +333,9 @@ def _notes(
         )
     for (of_baseline, of_candidate), count in measured.cuts.items():
         notes.append(
-            f"The candidate has {of_candidate} microbatches a step against {of_baseline}: {count} values of single "
-            "microbatches are not compared, and losses are compared as sums over the step."
+            f"The candidate has {of_candidate} microbatches a step against {of_baseline}: outputs of modules and their "
+            "gradients are compared by their norms over the step, which see a change of size and none of direction, "
+            f"losses as sums over the step, and {count} values of single microbatches are not compared."
         )
     names = [index.labels[int(series)] for series in np.flatnonzero(flaky)]
     if names:

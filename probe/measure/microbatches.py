@@ -4,8 +4,8 @@ Accumulating four microbatches of one sample, or one of four, is the same step: 
 sum of its losses agree. What belongs to a single microbatch does not; but outputs of modules and their gradients, taken
 over all microbatches, have the same elements in another arrangement, and so the same norm and the same means. A sketch
 depends on the arrangement: their judged distance is that of the norms, which is never more than the distance of the
-tensors (the reverse triangle inequality), so that the tolerance of the tensor holds for it. It sees a change of size and
-none of direction. This module must not know how values differ or what is allowed.
+tensors (the reverse triangle inequality), so that the tolerance of the tensor holds for it. It sees a change of size
+and none of direction. This module must not know how values differ or what is allowed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class Matched:
     """Microbatches of the two steps where they differ, else None."""
     left_out: int
     """Values of single microbatches of the baseline that are not compared."""
-    by_norm: int = 0
-    """Quantities that are compared by their norms over all microbatches."""
 
 
 def matched(baseline: StepRows, candidate: StepRows) -> Matched:
@@ -58,11 +56,12 @@ def matched(baseline: StepRows, candidate: StepRows) -> Matched:
     single = [key for key in baseline.keys if key.microbatch != STEP_CLOCK and key.kind is not Kind.LOSS]
     left_out = sum(replace(key, microbatch=0) not in shared for key in single)
     # Sums are told in the baseline's microbatches, the unit in which its losses were calibrated.
-    halves = (
-        _joined(_of_step(rows, numbers[0]), _over_step(rows, found, shared))
-        for rows, found in ((baseline, one), (candidate, two))
+    return Matched(
+        _joined(_of_step(baseline, numbers[0]), _over_step(baseline, one, shared)),
+        _joined(_of_step(candidate, numbers[0]), _over_step(candidate, two, shared)),
+        numbers,
+        left_out,
     )
-    return Matched(*halves, numbers, left_out, len(shared))
 
 
 @dataclass(frozen=True, slots=True)
