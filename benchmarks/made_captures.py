@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +87,7 @@ def _rows(
     sketch = noisy(exact.standard_normal((count, SKETCH_K), dtype=np.float32)).astype(np.float32)
     sample = noisy(exact.standard_normal((count, SAMPLES), dtype=np.float32)).astype(np.float32)
     sketch[single], sample[single] = np.nan, np.nan
-    sketch *= (size * 100 / np.sqrt(np.nansum(sketch**2, axis=1)))[:, None].astype(np.float32)
+    sketch *= (size * 100 / np.sqrt(np.square(sketch).sum(axis=1)))[:, None].astype(np.float32)
     hashed = np.array([key.kind in (Kind.PARAM, Kind.BATCH) for key in keys])
     bits = (np.random.default_rng([step, rank, 1]) if not noise else own).integers(1, 2**63, (count, 2), np.uint64)
     bits[~hashed] = 0
@@ -116,6 +118,12 @@ def _rows(
         where=("",) * count,
         tensors=kept,
     )
+
+
+def machine() -> str:
+    """Name the machine, and how busy it is."""
+    busy = ", ".join(f"{load:.1f}" for load in os.getloadavg())
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {busy}"
 
 
 def summary(path: Path) -> str:
