@@ -130,6 +130,12 @@ def test_runs_to_add_have_the_next_free_names_and_are_calibrated_and_compared_wi
     ]
 
 
+def test_a_run_to_add_comes_after_the_one_it_is_like_and_a_name_without_a_number_gets_one() -> None:
+    for path, added in (("c/opt-4", "c/opt-5"), ("c/fused", "c/fused-1")):
+        runs = (*INCONCLUSIVE.runs[:1], replace(CANDIDATE, path=path))
+        assert parsed(adding(replace(INCONCLUSIVE, runs=runs))[3])["output"] == Path(added)
+
+
 def test_without_tolerances_repeats_come_first_and_perturbed_runs_where_these_are_identical() -> None:
     wanted = Wanted(baselines=2, if_identical=("ulp:1", "ulp:2"), calibration=True)
     short = [replace(RUN, command="python t.py"), replace(CANDIDATE, command="python t.py")]
@@ -202,10 +208,14 @@ def test_the_lines_of_a_real_comparison_run_as_they_are_printed(tmp_path: Path) 
         return done.stdout
 
     python = shlex.quote(sys.executable)
-    shell(f"probe record -o 'c d/base-0' --seed 1 --steps 1-3 -- {python} train.py")
-    shell(f"probe record -o 'c d/ulp-1' --seed 1 --steps 1-3 --perturb ulp:1 -- {python} train.py")
-    shell(f"probe record -o 'c d/opt-0' --seed 1 --steps 1-3 -- {python} train.py --scaled")
-    shell("probe calibrate 'c d/base-0' 'c d/ulp-1' -o t.toml")
+    for name, more in (("base-0", ""), ("base-1", ""), ("opt-0", " --scaled")):
+        shell(f"probe record -o 'c d/{name}' --seed 1 --steps 1-3 -- {python} train.py{more}")
+    calibrated = shell("probe calibrate 'c d/base-0' 'c d/base-1' -o t.toml")
+    advice = [line for line in calibrated.splitlines() if line.startswith("  probe ")]
+    assert [line.partition(" --perturb ")[2].partition(" ")[0] for line in advice] == ["ulp:1", "ulp:2", "ulp:3", ""]
+    assert "hree are recommended" not in calibrated
+    shell(advice[0])
+    assert "Assumed" not in shell("probe calibrate 'c d/base-0' 'c d/ulp-1' -o t.toml --force")
     report = shell("probe diff 'c d/base-0' 'c d/opt-0' -t t.toml", 1)
     at = next(number for number, line in enumerate(report.splitlines()) if line.startswith("  Next: "))
     block = [line for line in report.splitlines()[at:] if line.startswith("    ")]
