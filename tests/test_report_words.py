@@ -174,6 +174,17 @@ def test_values_that_are_norms_say_so() -> None:
     assert words.worst(number) == "step 1, rank 1, blocks.2.attn: expected 12.3, actual 12.6"
 
 
+def test_an_estimated_norm_is_called_an_estimate() -> None:
+    sketched = replace(ATTENTION, metric="||a - b|| / ||b|| (sketch)")
+    assert words.metrics([sketched]) == [
+        "difference: ||a - b|| / ||b|| (sketch).",
+        "sketch: the norm of the difference is estimated from 251 signed sums over the tensor, within 4.5 % (one "
+        "standard deviation).",
+        "l2 norm: the size of the whole tensor in each arm; two tensors of one size can still differ.",
+    ]
+    assert not any(line.startswith("sketch") for line in words.metrics([ATTENTION, LOSS]))
+
+
 def test_the_tight_tolerance_is_explained_where_it_is_not_the_only_one() -> None:
     exact = replace(FAILING, first_divergence=replace(DIVERGENCE, tolerance=0.0))
     texts = [words.tight(each) for each in (FAILING, PASSING, exact, replace(FAILING, calibration=None))]

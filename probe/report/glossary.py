@@ -21,7 +21,8 @@ MEANINGS = {
     SPREAD: "how far the unmodified code departs from itself when it is run again.",
     TOLERANCE: "how far the candidate may depart from the baseline: a multiple of the spread, and at least what the "
     "precision of the numbers makes unavoidable.",
-    SEES: "the least relative change that the check would have flagged, at the first step it judges.",
+    SEES: "a relative change above this would have been flagged in any quantity of the check, at its first judged "
+    "step.",
     HORIZON: "the last step up to which a quantity is judged: after it, runs of the unmodified code drift so far apart "
     "that a difference would tell little.",
     VACUOUS: "the tolerance is so wide that a scrambled run would pass: passing this check proves nothing.",

@@ -45,9 +45,7 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-
 _ANSWERS = {
     Outcome.EQUIVALENT: "No value that was judged departs further from the baseline than is allowed.",
     Outcome.DIFFERENT: "The candidate departs from the baseline by more than is allowed, and not by chance.",
-    Outcome.INCONCLUSIVE: (
-        "Something is above its tolerance, but not so clearly that it could not be noise. Add the runs named below."
-    ),
+    Outcome.INCONCLUSIVE: "What was found may be chance, and may not: the runs named below would decide.",
     Outcome.NOT_COMPARABLE: "The runs could not be compared, so nothing is said about the candidate.",
 }
 _EXPLAINED = """

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 NOTHING = "-"
 """Stands where there is no number: nothing was compared, or nothing is known."""
 
+SKETCH = "(sketch)"
+"""Stands in the metric of a check that compares tensors."""
 COUNTED = "number of quantities"
 """Stands in the metric of a check that counts."""
 
@@ -300,7 +302,10 @@ def legend(checks: Iterable[CheckResult], *, with_marks: bool) -> list[str]:
             f"{'! ' if with_marks else ''}flaky: the unmodified code exceeds this declared tolerance by itself."
         )
     if any(not math.isnan(check.smallest_detectable) for check in checks):
-        lines.append("sees: the least relative change that would have been flagged at the first judged step.")
+        lines.append(
+            "sees: a relative change above this would have been flagged in any quantity of the check, at its first "
+            "judged step."
+        )
     lines += metrics(checks)
     return lines
 
@@ -316,6 +321,11 @@ def metrics(checks: Iterable[CheckResult]) -> list[str]:
         lines.append(f"difference: {next(iter(metrics))}.")
     else:
         lines += [f"difference: {metric} ({', '.join(whats)})." for metric, whats in metrics.items()]
+    if any(SKETCH in metric for metric in metrics):
+        lines.append(
+            "sketch: the norm of the difference is estimated from 251 signed sums over the tensor, within 4.5 % (one "
+            "standard deviation)."
+        )
     if any(check.worst is not None and check.worst.shown is Shown.L2_NORM for check in checks):
         lines.append("l2 norm: the size of the whole tensor in each arm; two tensors of one size can still differ.")
     return lines
