@@ -91,6 +91,25 @@ def test_many_tensors_of_all_sizes_come_back(tmp_path: Path) -> None:
         assert capture.tensor(0, 1, key).bits.tobytes() == tensors[key].bits.tobytes()
 
 
+def test_tensors_of_the_same_bits_and_type_are_stored_once_under_each_name(tmp_path: Path) -> None:
+    keys = forward_keys(4)
+    bits = np.arange(50_000, dtype=np.float32)
+    tensors = {
+        keys[0]: FullTensor(bits=bits, dtype="float32"),
+        keys[1]: FullTensor(bits=bits.copy(), dtype="float32"),
+        keys[2]: FullTensor(bits=bits.view(np.int32), dtype="int32"),
+        keys[3]: FullTensor(bits=bits.reshape(500, 100), dtype="float32"),
+    }
+    folder = make_capture(tmp_path / "c", keys=keys, tensors=tensors)
+    (segment,) = folder.glob("rank*/step*.h5")
+    assert 3 * bits.nbytes < segment.stat().st_size < 3.5 * bits.nbytes
+    capture = open_capture(folder)
+    for key, tensor in tensors.items():
+        found = capture.tensor(0, 1, key)
+        assert (found.dtype, found.bits.shape) == (tensor.dtype, tensor.bits.shape)
+        np.testing.assert_array_equal(found.bits, tensor.bits)
+
+
 def test_a_tensor_that_is_no_contiguous_array_is_stored_in_c_order(tmp_path: Path) -> None:
     key = forward_keys(1)[0]
     bits = np.arange(24, dtype=np.float32).reshape(4, 6).T[::2]

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from probe.capture import summary
+from probe.capture.kept import Copies
 from probe.capture.launched import launched_rank, launched_world_size
 from probe.capture.rows import Rows, step_rows
 from probe.capture.shards import Part, held, part_row
@@ -84,6 +85,7 @@ class Recorder:
         self._calls: dict[tuple[Kind, str, str], int] = {}
         self._rows = Rows(256)
         self._scratch = summary.Scratch()
+        self._copies = Copies()
         self._imported: tuple[str, ...] = ()
         self._lock = threading.RLock()
         self._worker: ThreadPoolExecutor | None = None
@@ -198,7 +200,7 @@ class Recorder:
             if exact and part is None:
                 rows.hash[row] = summary.fingerprint(value)
             if self.plan.keeps(key.kind, key.name, key.item):
-                rows.tensors[key] = value.detach().clone()
+                rows.tensors[key] = self._copies.of(value)
 
     def scalar(self, key: Key, value: Scalar, where: str = "", dtype: str | None = None) -> None:
         """Keep a Python number, truth value or text."""
@@ -290,6 +292,10 @@ class Recorder:
                 write_manifest(self._output, self._manifest(self.world_size, self._imported))
             self.steps_written.append(step)
             self._write_names()
+            if rows.tensors:
+                self._copies.give_back(rows.tensors.values())
+            else:
+                self._copies.clear()
             return written
         except Exception as error:
             if self._failure is None:

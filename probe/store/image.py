@@ -184,6 +184,10 @@ class Image:
             self._write(flat_bytes(array), dataset.get_offset())
         return dataset
 
+    def add_name(self, group: h5g.GroupID, existing: bytes, name: bytes) -> None:
+        """Give a dataset of a group a second name in it."""
+        group.links.create_hard(name, group, existing)
+
     def add_text(self, parent: h5g.GroupID, name: bytes, texts: Sequence[bytes], shape: tuple[int, ...]) -> None:
         """Store UTF-8 texts, each as long as the longest."""
         longest = max(map(len, texts), default=0)
