@@ -98,7 +98,9 @@ def verify(
 
             click.echo(to_json(incomparable(str(error))))
         raise
-    comparison = replace(result.comparison, tolerances=str(result.output / TOLERANCES_FILE))
+    comparison = replace(
+        result.comparison, tolerances=str(result.output / TOLERANCES_FILE), plan=str(options.plan or "")
+    )
     _tell(f"Runs, trees and tolerances are in {result.output}.")
     return show_comparison(
         comparison, result.judgements, result.checks, reports, as_json=as_json, everything=everything

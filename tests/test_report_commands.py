@@ -115,6 +115,13 @@ def test_nothing_is_suggested_for_runs_that_no_command_started() -> None:
     assert next_commands(PASSING) == []
 
 
+def test_what_a_test_computed_in_its_own_process_is_repeated_by_the_test() -> None:
+    test = "pytest test_norm.py::test_fused"
+    runs = tuple(replace(run, command=test, in_process=True) for run in (RUN, CANDIDATE))
+    found = replace(INCONCLUSIVE, runs=runs)
+    assert (next_commands(found), reproduce(found)) == ([], [test])
+
+
 def test_runs_to_add_have_the_next_free_names_and_are_calibrated_and_compared_with() -> None:
     job = "accelerate launch --num_processes 2 train.py --lr 1e-4"
     assert script(next_commands(INCONCLUSIVE), ADD_RUNS) == [

@@ -39,6 +39,11 @@ def test_which_code_differs_comes_first(comparison: Comparison, sentence: str) -
     assert headlines(comparison) == [sentence]
 
 
+def test_a_test_in_one_process_says_nothing_of_files() -> None:
+    runs = tuple(replace(run, in_process=True) for run in QUIET.runs)
+    assert headlines(replace(QUIET, runs=runs, code=None)) == []
+
+
 def test_layers_are_folded_and_gradients_go_with_their_module() -> None:
     labels = [f"{kind}/blocks.{layer}.attn.q_norm" for kind in ("forward", "backward") for layer in range(4)]
     labels += ["forward/head[1]@2", "forward/head[0]#2", "backward/blocks.2.mlp", "grad/blocks.0.w", "grad/blocks.1.w"]

@@ -103,6 +103,7 @@ def test_runs_carry_their_provenance() -> None:
             "attention": {},
             "problems": [],
             "step_offset": 0,
+            "in_process": False,
         }
     ]
 

@@ -120,6 +120,7 @@ def run(arm: Arm, job: Job, state: State, *, name: str, how: perturb.Perturbatio
         "created_utc": now(),
         "config": {
             "command": list(job.command),
+            "in_process": True,
             "seed": job.seed,
             "steps": f"1-{job.steps}" if job.steps > 1 else "1",
             "perturb": "" if how is None else str(how),

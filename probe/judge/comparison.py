@@ -211,6 +211,8 @@ class RunSummary:
     """Missing ranks, runs not closed cleanly, dropped steps."""
     step_offset: int = 0
     """Steps trained before the checkpoint that the run went on from."""
+    in_process: bool = False
+    """A test recorded it within its own process: `command` is the test's, and `probe record` cannot repeat it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,7 @@ def run_summary(capture: CaptureLike, arm: str) -> RunSummary:
         attention=kernels,
         problems=tuple(capture.problems),
         step_offset=int(_part(capture, "config").get("step_offset") or 0),
+        in_process=bool(_part(capture, "config").get("in_process")),
     )
 
 

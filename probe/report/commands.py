@@ -76,6 +76,8 @@ def reproduce(comparison: Comparison) -> list[str]:
     candidates = [run.path for run in comparison.runs if run.arm == "candidate"]
     if not baselines or not candidates:
         return []
+    if any(run.in_process for run in comparison.runs):
+        return list(dict.fromkeys(run.command for run in comparison.runs if run.arm == "candidate" and run.command))
     lines = []
     for arm in ("baseline", "candidate"):
         runs = [run for run in comparison.runs if run.arm == arm]
@@ -139,7 +141,7 @@ def perturbed_runs(run: RunSummary, perturbations: Iterable[str], *, plan: str =
 def _first(comparison: Comparison, arm: str) -> RunSummary | None:
     """Return an arm's first run, if it can be started again."""
     run = next((run for run in comparison.runs if run.arm == arm), None)
-    return run if run is not None and run.command else None
+    return run if run is not None and run.command and not run.in_process else None
 
 
 def _remark(run: RunSummary) -> str:

@@ -28,7 +28,7 @@ def headlines(comparison: Comparison) -> list[str]:
 
 
 def _code(comparison: Comparison) -> str:
-    if not comparison.runs:
+    if not comparison.runs or any(run.in_process for run in comparison.runs):
         return ""
     if comparison.code is None:
         return "Code: which files the arms ran was not recorded."
