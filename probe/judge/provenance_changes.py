@@ -202,7 +202,7 @@ def check_same_job(captures: Sequence[CaptureLike]) -> tuple[str, ...]:
         if command_text(capture) != command_text(first):
             notes.append(
                 f"The command of {capture.path.name} differs from that of {first.path.name}: "
-                f"{command_text(capture)!r}, not {command_text(first)!r}."
+                f"{command_change(command_text(first), command_text(capture))}."
             )
     for capture in captures:
         notes += [f"{capture.path.name}: {problem}" for problem in capture.problems]
