@@ -75,6 +75,13 @@ def test_what_is_worth_keeping_whole_is_what_enters_the_place_and_what_surrounds
     assert located(candidate(fault=breaks(kind, name, step=2))).keep == keep
 
 
+def test_a_wrong_loss_says_how_its_function_can_be_recorded() -> None:
+    assert located(candidate(fault=breaks(Kind.LOSS, "micro_loss", step=2))).next == (
+        "Look at the code between the model's output and 'micro_loss' (functions there can be recorded by name, "
+        "`calls` in a plan), or keep the tensors around it whole in both arms and compare again."
+    )
+
+
 def test_something_that_the_candidate_lacks_is_looked_for_and_not_kept_whole() -> None:
     lost = located(candidate(fault=only(Kind.GRAD, "blocks.1.lora_A.weight", lambda value: None)))
     assert (lost.actual, lost.keep, lost.next) == (

@@ -262,7 +262,10 @@ def _next(place: Place, *, missing: bool) -> str:
             f"(what is no module there can be named with `probe.tap`), or {keep}"
         )
     if place.kind is Kind.LOSS:
-        return f"Look at the code between the model's output and {place.name!r}, or {keep}"
+        return (
+            f"Look at the code between the model's output and {place.name!r} (functions there can be recorded by name, "
+            f"`calls` in a plan), or {keep}"
+        )
     return keep[0].upper() + keep[1:]
 
 
