@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import h5py
@@ -23,6 +23,7 @@ PIECE = 16 << 20
 """Bytes of one pwrite. Source: the project's storage study, section 3.1."""
 
 
+@cache
 def text_type(nbytes: int) -> h5t.TypeID:
     """Make the HDF5 type of UTF-8 text of fixed length, padded with NUL.
 
@@ -36,6 +37,7 @@ def text_type(nbytes: int) -> h5t.TypeID:
     return kind
 
 
+@cache
 def tensor_type(dtype: str, bits: str) -> h5t.TypeID:
     """Make the HDF5 type that an element type is stored as.
 
@@ -143,6 +145,7 @@ class Image:
             alignment_interval=4096,
         )
         self.root: h5g.GroupID = h5g.open(self.file.id, b"/")
+        self._scalar = h5s.create(h5s.SCALAR)
         self._contiguous = h5p.create(h5p.DATASET_CREATE)
         self._contiguous.set_layout(h5d.CONTIGUOUS)
         self._contiguous.set_alloc_time(h5d.ALLOC_TIME_EARLY)
@@ -201,7 +204,7 @@ class Image:
         else:
             encoded = value.encode()
             kind, data = text_type(len(encoded)), np.array(encoded, dtype=f"S{max(1, len(encoded))}")
-        h5a.create(owner, name.encode(), kind, h5s.create(h5s.SCALAR)).write(data, mtype=kind)
+        h5a.create(owner, name.encode(), kind, self._scalar).write(data, mtype=kind)
 
     def _write(self, view: memoryview, offset: int) -> None:
         while len(view):
