@@ -1,4 +1,4 @@
-"""The command line: `probe record`, `calibrate`, `diff` and `show`; `probe.cli_protocols` adds the whole protocols.
+"""The command line: `probe record`, `calibrate`, `diff`, `show`; other modules add protocols, and what keeps captures.
 
 Commands turn arguments into calls and results into exit statuses; everything heavy is imported inside them, so that
 `probe --help` answers at once and comparing never imports torch. Results go to stdout, progress and warnings to stderr.
@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from probe import cli_protocols
-from probe.cli_captures import compare_captures
+from probe.cli_captures import compare_captures, pack, prune
 from probe.cli_output import Reports, github_summary, refuse_overwriting, show_comparison
 from probe.errors import IncomparableError, NotEquivalentError, ProbeError
 
@@ -376,5 +376,7 @@ def show(capture: Path, name: str, step: int | None, rank: int | None, as_json: 
     return show_capture(open_capture(capture), name, step=step, rank=rank, as_json=as_json, names=names)
 
 
+main.add_command(pack)
+main.add_command(prune)
 main.add_command(cli_protocols.selfcheck)
 main.add_command(cli_protocols.verify)

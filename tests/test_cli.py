@@ -17,7 +17,7 @@ from probe import cli
 from probe.errors import CaptureError, IncomparableError, NotEquivalentError
 from probe.judge.comparison import Comparison
 
-COMMANDS = ("calibrate", "diff", "record", "selfcheck", "show", "verify")
+COMMANDS = ("calibrate", "diff", "pack", "prune", "record", "selfcheck", "show", "verify")
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_plan_with_an_unknown_key_is_refused_before_anything_runs(
     plan.write_text("[record]\nstps = '1'")
     message = (
         "Key 'stps' of [record] is unknown. Did you mean 'steps'? Allowed: calls, exclude, full, include, "
-            "inside_compiled, kinds, steps.\n"
+        "inside_compiled, kinds, steps.\n"
         f"The plan is {str(plan)!r}.\n"
     )
     assert run(capsys, "diff", "a", "b", "--plan", str(plan)) == (2, "", message)
@@ -277,6 +277,8 @@ def test_help_has_a_summary_and_an_example_for_every_command() -> None:
     assert summaries == (
         "  calibrate  Turn repeated runs of the unmodified code into tolerances.\n"
         "  diff       Compare runs: is the candidate equivalent to the baseline?\n"
+        "  pack       Pack the segments of each rank into one file.\n"
+        "  prune      Delete old captures; say only which, unless --yes is given.\n"
         "  record     Run a training command and record what it computes.\n"
         "  selfcheck  Show that recording leaves a run's numbers alone.\n"
         "  show       Show what a capture holds: ranks, steps, quantities, values.\n"

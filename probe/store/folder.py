@@ -22,6 +22,8 @@ from probe.store.layout import (
     NAMES_FILE,
     NOTE_FILE,
     NOTES_FOLDER,
+    PACKED_FILE,
+    PACKED_FOLDER,
     RANK_FOLDER,
     SEGMENT_FILE,
     UNFINISHED,
@@ -56,10 +58,10 @@ def create_capture(path: Path, *, force: bool = False) -> None:
             f"Capture {path} exists: {count(len(folders), 'rank')}, {count(len(steps), 'step')}. "
             "Choose another folder, or replace it with --force."
         )
-    foreign = [str(entry.relative_to(path)) for entry in _foreign(path)]
-    if foreign:
+    others = [str(entry.relative_to(path)) for entry in foreign(path)]
+    if others:
         raise CaptureError(
-            f"Capture {path} is not replaced: it holds what is no part of a capture: {listed(foreign)}. "
+            f"Capture {path} is not replaced: it holds what is no part of a capture: {listed(others)}. "
             "Move that away, or choose another folder."
         )
     for entry in present:
@@ -94,17 +96,24 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
     write_json(path / MANIFEST_FILE, whole)
 
 
-def _foreign(path: Path) -> list[Path]:
+def foreign(path: Path) -> list[Path]:
     """List what is in a folder and was not written as part of a capture. Links are never followed."""
-    foreign = []
+    found = []
     for entry in path.iterdir():
         if RANK_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-            foreign += [inner for inner in entry.iterdir() if not _is_own_file(inner, (END_FILE, NAMES_FILE))]
+            found += [inner for inner in entry.iterdir() if not _is_own_file(inner, (END_FILE, NAMES_FILE))]
         elif entry.name == NOTES_FOLDER and entry.is_dir() and not entry.is_symlink():
-            foreign += [inner for inner in entry.iterdir() if not NOTE_FILE.fullmatch(inner.name)]
+            found += [inner for inner in entry.iterdir() if not NOTE_FILE.fullmatch(inner.name)]
+        elif entry.name == PACKED_FOLDER and entry.is_dir() and not entry.is_symlink():
+            found += [inner for inner in entry.iterdir() if not _is_packed(inner)]
         elif not _is_own_file(entry, (MANIFEST_FILE,)):
-            foreign.append(entry)
-    return foreign
+            found.append(entry)
+    return found
+
+
+def _is_packed(entry: Path) -> bool:
+    named = PACKED_FILE.fullmatch(entry.name.removesuffix(UNFINISHED)) is not None
+    return named and entry.is_file() and not entry.is_symlink()
 
 
 def _is_own_file(entry: Path, json_files: tuple[str, ...]) -> bool:

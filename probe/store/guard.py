@@ -1,13 +1,15 @@
-"""Open a segment that somebody else may have made, and hand out only what cannot harm.
+"""Open a file of a capture that somebody else may have made, and hand out only what cannot harm.
 
 An HDF5 file can make its reader open other files, load libraries, and reserve any amount of memory (the project's
 storage study, section 5.6). A segment needs none of that, so it is refused: what is read must be reached by hard links
 alone, lie contiguous inside the file, and have exactly the type that the format gives it. Nothing is read before that
-is established. This module must not know what the tables mean.
+is established. A packed file may have chunks too, of bounded size and expansion, through the filters that HDF5 itself
+has. This module must not know what the tables mean.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -19,11 +21,11 @@ from typing import Any
 import h5py
 import numpy as np
 import numpy.typing as npt
-from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t
+from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5t, h5z
 
 from probe.errors import CaptureError, CaptureFormatError
 from probe.store.image import Texts
-from probe.store.layout import FORMAT_SEGMENT, FORMAT_VERSION
+from probe.store.layout import FORMAT_PACKED, FORMAT_SEGMENT, FORMAT_VERSION
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _LAYOUTS = {h5d.COMPACT: "in the header", h5d.CHUNKED: "in chunks", h5d.VIRTUAL: "virtual, in other files"}
@@ -40,24 +42,46 @@ _CLASSES = {
     h5t.ARRAY: "array",
 }
 _ATTRIBUTE_NBYTES = 65536
+_FILTERS = {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
+_CHUNK_NBYTES = 16 << 20
+"""Largest chunk: HDF5 holds a whole one in memory."""
+_EXPANSION, _SLACK_NBYTES = 1100, 65536
+"""Deflate makes at most 1,032 bytes of one, so what claims to hold more is a lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sort:
+    """A sort of file."""
+
+    format: str
+    """Its attribute `probe_format`."""
+    name: str
+    """What messages call it."""
+    chunks: bool
+    """Data may lie in chunks."""
+    again: str
+    """What to do about one that cannot be trusted."""
+
+
 AGAIN = "Record the run again, or delete the file to go on without the step"
-"""What to do about a file that cannot be trusted."""
+SEGMENT = Sort(FORMAT_SEGMENT, "Segment", False, AGAIN)
+PACKED = Sort(FORMAT_PACKED, "Packed file", True, "Pack its segments again if they are still there, or delete it")
 
 
 @contextmanager
-def open_segment(path: Path) -> Iterator[Segment]:
-    """Open a segment for reading.
+def open_segment(path: Path, sort: Sort = SEGMENT) -> Iterator[Segment]:
+    """Open a segment, or a packed file, for reading.
 
     Raises:
         CaptureError: The file cannot be opened.
         CaptureFormatError: It is no segment, truncated, damaged, hostile, or of a newer version. Errors that HDF5
             raises while it is open become this too.
     """
-    size = _regular_size(path)
+    size = _regular_size(path, sort)
     file = None
     try:
         file = h5py.File(path, "r", locking=False)
-        segment = Segment(path=path, size=size, root=h5g.open(file.id, b"/"))
+        segment = Segment(path=path, size=size, root=h5g.open(file.id, b"/"), sort=sort)
         segment.require_version()
         yield segment
     except CaptureError:
@@ -67,55 +91,60 @@ def open_segment(path: Path) -> Iterator[Segment]:
         if "locking flag" in cause:
             # HDF5 opens a file once per process, with one setting of locks.
             raise CaptureError(
-                f"Segment {path} is open in this process already, with file locks. Close it there, or open it with "
+                f"{sort.name} {path} is open in this process already, with file locks. Close it there, or open it with "
                 "`h5py.File(path, locking=False)`."
             ) from error
         reason = "truncated" if "truncated" in cause else "damaged"
-        raise CaptureFormatError(f"Segment {path} is {reason}: {cause}. {AGAIN}.") from error
+        raise CaptureFormatError(f"{sort.name} {path} is {reason}: {cause}. {sort.again}.") from error
     finally:
         if file is not None:
             file.close()
 
 
-def _regular_size(path: Path) -> int:
+def _regular_size(path: Path, sort: Sort) -> int:
     """Look at a file before HDF5 does: a pipe would hang it, and a device would be read."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise CaptureFormatError(f"Segment {path} is no regular file. Remove it.")
+            raise CaptureFormatError(f"{sort.name} {path} is no regular file. Remove it.")
         with open(path, "rb") as file:
             start = file.read(len(_SIGNATURE))
     except OSError as error:
-        raise CaptureError(f"Segment {path} cannot be read: {error.strerror}.") from error
+        raise CaptureError(f"{sort.name} {path} cannot be read: {error.strerror}.") from error
     if start != _SIGNATURE:
         what = "empty" if not status.st_size else "no HDF5 file"
-        raise CaptureFormatError(f"Segment {path} is {what}. {AGAIN}.")
+        raise CaptureFormatError(f"{sort.name} {path} is {what}. {sort.again}.")
     return status.st_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """An open segment."""
+    """An open segment, or packed file."""
 
     path: Path
     size: int
     """Bytes of the file."""
     root: h5g.GroupID
+    sort: Sort = SEGMENT
 
     def refusal(self, what: str, why: str) -> CaptureFormatError:
         """Make the error that says what is not read, and why."""
-        return CaptureFormatError(f"Segment {self.path} is not read: {what} {why}. {AGAIN}.")
+        return CaptureFormatError(f"{self.sort.name} {self.path} is not read: {what} {why}. {self.sort.again}.")
+
+    def damage(self, what: str) -> CaptureFormatError:
+        """Make the error that says what does not have its digest."""
+        return CaptureFormatError(f"{self.sort.name} {self.path} is damaged: {what}. {self.sort.again}.")
 
     def require_version(self) -> None:
-        """Refuse what is no segment, or has a newer major version."""
+        """Refuse what is no such file, or has a newer major version."""
         names = {h5a.open(self.root, index=index).name for index in range(h5a.get_num_attrs(self.root))}
-        if b"probe_format" not in names or self.text(self.root, "probe_format") != FORMAT_SEGMENT:
-            raise CaptureFormatError(f"File {self.path} is no segment of a capture. Remove it.")
+        if b"probe_format" not in names or self.text(self.root, "probe_format") != self.sort.format:
+            raise CaptureFormatError(f"File {self.path} is no {self.sort.name.lower()} of a capture. Remove it.")
         version = self.number(self.root, "probe_format_version")
         if version > FORMAT_VERSION:
             raise CaptureFormatError(
-                f"Segment {self.path} has format version {version}, and this probe reads up to {FORMAT_VERSION}. "
-                "Install a newer trainprobe."
+                f"{self.sort.name} {self.path} has format version {version}, and this probe reads up to "
+                f"{FORMAT_VERSION}. Install a newer trainprobe."
             )
         if version < 1:
             raise self.refusal("attribute 'probe_format_version'", f"is {version}, which no version ever was")
@@ -166,23 +195,30 @@ class Segment:
         return self._object(parent, name, h5o.TYPE_GROUP)
 
     def dataset(self, parent: h5g.GroupID, name: bytes) -> h5d.DatasetID:
-        """Open a dataset by hard link whose data lies contiguous inside this file."""
+        """Open a dataset by hard link whose data lies inside this file: contiguous, or in chunks where they may be."""
         found = self._object(parent, name, h5o.TYPE_DATASET)
         what = f"dataset {name.decode('utf-8', 'replace')!r}"
         made = found.get_create_plist()
         if made.get_external_count():
             raise self.refusal(what, "keeps its data in another file")
         layout = made.get_layout()
-        if layout != h5d.CONTIGUOUS:
-            filters = [str(made.get_filter(index)[0]) for index in range(made.get_nfilters())]
+        filters = [made.get_filter(index)[0] for index in range(made.get_nfilters())]
+        chunked = self.sort.chunks and layout == h5d.CHUNKED and set(filters) <= _FILTERS
+        if layout != h5d.CONTIGUOUS and not chunked:
             stored = _LAYOUTS.get(layout, f"in layout {layout}")
-            stored += f" with filters {', '.join(filters)}" if filters else ""
-            raise self.refusal(what, f"is stored {stored}, and a segment's data lies contiguous")
-        count = 1
-        for length in found.shape:
-            count *= int(length)
-        nbytes = count * found.get_type().get_size()
+            stored += f" with filters {', '.join(map(str, filters))}" if filters else ""
+            may = "lies contiguous, or in chunks with filters 1, 2 and 3" if self.sort.chunks else "lies contiguous"
+            raise self.refusal(what, f"is stored {stored}, and a {self.sort.name.lower()}'s data {may}")
+        item = found.get_type().get_size()
+        nbytes = math.prod(map(int, found.shape)) * item
         if not nbytes:
+            return found
+        if chunked:
+            chunk = math.prod(map(int, made.get_chunk())) * item
+            if chunk > _CHUNK_NBYTES:
+                raise self.refusal(what, f"has chunks of {chunk} bytes, and at most {_CHUNK_NBYTES} are read")
+            if nbytes > _EXPANSION * found.get_storage_size() + _SLACK_NBYTES:
+                raise self.refusal(what, f"has {nbytes} bytes of {found.get_storage_size()} that are stored")
             return found
         offset = found.get_offset()
         if offset is None:

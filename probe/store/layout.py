@@ -20,6 +20,7 @@ from probe.point import Key
 
 FORMAT_CAPTURE = "probe-capture"
 FORMAT_SEGMENT = "probe-segment"
+FORMAT_PACKED = "probe-packed"
 FORMAT_VERSION = 1
 FORMAT_MINOR = 0
 
@@ -31,6 +32,8 @@ SAMPLES = 64
 
 RANK_FOLDER = re.compile(r"rank(\d{5})")
 SEGMENT_FILE = re.compile(r"step(\d{8})\.h5")
+PACKED_FOLDER = "packed"
+PACKED_FILE = re.compile(r"rank(\d{5})\.h5")
 MANIFEST_FILE = "capture.json"
 END_FILE = "end.json"
 NAMES_FILE = "names.json"
@@ -58,6 +61,15 @@ def segment_file(step: int) -> str:
     'step00000012.h5'
     """
     return f"step{step:08d}.h5"
+
+
+def packed_file(rank: int) -> str:
+    """Name the file of one rank's packed steps.
+
+    >>> packed_file(3)
+    'packed/rank00003.h5'
+    """
+    return f"{PACKED_FOLDER}/rank{rank:05d}.h5"
 
 
 SCALARS = ("l2", "mean", "mean_abs", "rms", "max_abs")

@@ -1,15 +1,16 @@
 """Read a capture: what is in it, the rows of a step, and tensors kept whole.
 
-Opening looks at file names and the JSON files alone, so that a capture of thousands of segments opens at once and one
-that is damaged still says what it holds. What cannot be trusted is an error, never a value: the tables of a segment
-and every tensor are checked against their digests. This module must not know how values are compared.
+Opening looks at file names, the JSON files and the steps of packed files alone, so that a capture of thousands of
+segments opens at once and one that is damaged still says what it holds. A step that is both packed and there as a
+segment is read from its segment. What cannot be trusted is an error, never a value: the tables of a step and every
+tensor are checked against their digests. This module must not know how values are compared.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,24 @@ import xxhash
 from probe.errors import CaptureError, CaptureFormatError, listed
 from probe.point import Key
 from probe.store.dtypes import BITS, widen
-from probe.store.guard import AGAIN, Segment, open_segment
-from probe.store.image import PIECE, tables_digest, tensor_type
+from probe.store.guard import PACKED, open_segment
 from probe.store.layout import (
     FORMAT_CAPTURE,
     FORMAT_VERSION,
     MANIFEST_FILE,
+    PACKED_FILE,
+    PACKED_FOLDER,
     RANK_FOLDER,
     SEGMENT_FILE,
-    TABLES,
-    TABLES_HASH,
     FullTensor,
     StepRows,
     rank_folder,
     segment_file,
 )
+from probe.store.packed import Packed
 from probe.store.problems import find_problems, read_json, steps_in_words
-from probe.store.rows import Decoder, Tables, encode
+from probe.store.rows import Decoder, encode
+from probe.store.steps import StepFile, require_segment
 from probe.store.twins import Twins
 
 _DECODER = Decoder()
@@ -69,7 +71,7 @@ class Capture:
     run_id: str
     world_size: int
     ranks: tuple[int, ...]
-    """Ranks that have a folder, ascending."""
+    """Ranks that have a folder or a packed file, ascending."""
     problems: tuple[str, ...]
     """What is missing or went wrong, one clause each; empty for a capture that is whole."""
 
@@ -79,9 +81,14 @@ class Capture:
         self.manifest = _manifest(path)
         self.run_id = self.manifest["run_id"]
         self.world_size = self.manifest["world_size"]
-        self._steps = _segments(path)
+        self._segments = _segments(path)
+        self._packed, unreadable = _packed(path, self.run_id, self.world_size)
+        self._steps = {
+            rank: tuple(sorted({*self.segments(rank), *self.packed_steps(rank)}))
+            for rank in {*self._segments, *self._packed}
+        }
         self.ranks = tuple(sorted(self._steps))
-        self.problems = tuple(find_problems(path, self.manifest, self._steps))
+        self.problems = (*unreadable, *find_problems(path, self.manifest, self._steps))
         self._twins = Twins()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,49 +101,57 @@ class Capture:
             raise CaptureError(f"Capture {self.path} has no rank {rank}; it has {listed(self.ranks) or 'none'}.")
         return self._steps[rank]
 
+    def segments(self, rank: int) -> tuple[int, ...]:
+        """List the steps of a rank that are there as segments."""
+        return self._segments.get(rank, ())
+
+    def packed_steps(self, rank: int) -> tuple[int, ...]:
+        """List the steps of a rank that are packed."""
+        return self._packed[rank].steps if rank in self._packed else ()
+
     @property
     def nbytes(self) -> int:
-        """Size of all segments."""
-        return sum(self._segment(rank, step).stat().st_size for rank in self.ranks for step in self._steps[rank])
+        """Size of all segments and packed files."""
+        return sum(
+            file.stat().st_size for file in {self.file(rank, s) for rank in self.ranks for s in self.steps(rank)}
+        )
 
     def rows(self, rank: int, step: int) -> StepRows:
         """Read the rows of one step, without its tensors.
 
         Raises:
             CaptureError: The step was not recorded.
-            CaptureFormatError: The segment is damaged, hostile, of another run or of a newer version.
+            CaptureFormatError: The file is damaged, hostile, of another run or of a newer version.
         """
-        path = self._segment(rank, step)
+        path = self.file(rank, step)
         known = self._twins.tables(path, self._identity(rank, step))
         if known is not None:
             # Tables that contradict each other are decoded again below, for the error message.
             with suppress(ValueError, KeyError, IndexError):
                 return _DECODER.rows(known, step=step, rank=rank, world_size=self.world_size)
-        with open_segment(path) as segment:
-            self._require_identity(segment, rank, step)
-            tables = _tables(segment)
-            self._twins.learn(segment)
+        with self.open_step(rank, step) as opened:
+            tables = opened.tables()
+            if opened.packed is None:
+                self._twins.learn(opened.file)
             try:
                 return _DECODER.rows(tables, step=step, rank=rank, world_size=self.world_size)
             except (ValueError, KeyError, IndexError) as error:
-                raise segment.refusal("its tables", f"contradict each other: {error}") from error
+                raise opened.file.refusal("its tables", f"contradict each other: {error}") from error
 
     def tensor_keys(self, rank: int, step: int) -> tuple[Key, ...]:
         """List the quantities of a step whose tensors are kept whole, in order of first execution."""
-        with open_segment(self._segment(rank, step)) as segment:
-            self._require_identity(segment, rank, step)
-            return tuple(self._links(segment))
+        with self.open_step(rank, step) as opened:
+            return tuple(links_of(opened))
 
     def tensor(self, rank: int, step: int, key: Key) -> FullTensor:
         """Read a whole tensor.
 
         Raises:
             CaptureError: The step, or the tensor, was not kept.
-            CaptureFormatError: The segment is damaged, or the tensor's bits do not have their digest.
+            CaptureFormatError: The file is damaged, or the tensor's bits do not have their digest.
         """
-        with open_segment(self._segment(rank, step)) as segment:
-            self._require_identity(segment, rank, step)
-            return _tensor(segment, self._link(segment, key))
+        with self.open_step(rank, step) as opened:
+            return opened.tensor(_link(opened, key)).read()
 
     def tensor_blocks(self, rank: int, step: int, key: Key, nbytes: int = 1 << 20) -> Iterator[npt.NDArray[Any]]:
         """Read a tensor piece by piece, in C order.
@@ -153,30 +168,41 @@ class Capture:
         Raises:
             CaptureFormatError: As `tensor` does; that the digest is wrong shows only after the last piece.
         """
-        with open_segment(self._segment(rank, step)) as segment:
-            self._require_identity(segment, rank, step)
-            yield from _blocks(segment, self._link(segment, key), nbytes)
+        with self.open_step(rank, step) as opened:
+            tensor = opened.tensor(_link(opened, key))
+            digest = xxhash.xxh3_128()
+            nbytes = max(1, nbytes // tensor.item) * tensor.item
+            with tensor.reader() as reader:
+                for start in range(0, tensor.nbytes, nbytes):
+                    piece = np.empty(min(nbytes, tensor.nbytes - start), np.uint8)
+                    reader.fill(piece.data)
+                    digest.update(piece.data)
+                    yield piece.view(BITS[tensor.dtype])
+            tensor.check(digest)
 
-    def _segment(self, rank: int, step: int) -> Path:
+    @contextmanager
+    def open_step(self, rank: int, step: int) -> Iterator[StepFile]:
+        """Open the file that holds a step: its segment, or else the rank's packed file."""
+        path = self.file(rank, step)
+        if step in self.segments(rank):
+            with open_segment(path) as segment:
+                require_segment(segment, self._identity(rank, step))
+                yield StepFile(segment, step)
+        else:
+            packed = self._packed[rank]
+            with open_segment(path, PACKED) as file:
+                packed.require_identity(file)
+                yield StepFile(file, step, packed)
+
+    def file(self, rank: int, step: int) -> Path:
+        """Return the file that holds a step."""
         steps = self.steps(rank)
         if step not in steps:
             has = steps_in_words(steps)
             raise CaptureError(f"Rank {rank} of capture {self.path} has no step {step}; it has {has}.")
-        return self.path / rank_folder(rank) / segment_file(step)
-
-    def _require_identity(self, segment: Segment, rank: int, step: int) -> None:
-        run_id = segment.text(segment.root, "run_id")
-        if run_id != self.run_id:
-            raise CaptureFormatError(
-                f"Segment {segment.path} is of run {run_id!r}, and the capture is of run {self.run_id!r}. "
-                "Put it back where it belongs, or record again with --force."
-            )
-        for name, value in self._identity(rank, step).items():
-            if name == "run_id":
-                continue
-            found = segment.number(segment.root, name)
-            if found != value:
-                raise segment.refusal(f"attribute {name!r}", f"is {found} instead of {value}")
+        if step in self.segments(rank):
+            return self.path / rank_folder(rank) / segment_file(step)
+        return self._packed[rank].path
 
     def _identity(self, rank: int, step: int) -> dict[str, int | str]:
         return {
@@ -187,22 +213,27 @@ class Capture:
             "last_step": step,
         }
 
-    def _links(self, segment: Segment) -> dict[Key, bytes]:
-        tables = _tables(segment)
-        if not any(tables["tensor"]):
-            return {}
-        try:
-            keys = _DECODER.keys(tables)
-        except (ValueError, KeyError) as error:
-            raise segment.refusal("its tables", f"contradict each other: {error}") from error
-        return {key: link for key, link in zip(keys, tables["tensor"], strict=True) if link}
 
-    def _link(self, segment: Segment, key: Key) -> bytes:
-        links = self._links(segment)
-        if key not in links:
-            kept = listed(repr(each.label) for each in links) or "none"
-            raise CaptureError(f"Segment {segment.path} keeps no whole tensor of {key.label!r}; it keeps {kept}.")
-        return links[key]
+def links_of(opened: StepFile) -> dict[Key, bytes]:
+    """Map the quantities whose tensors are kept whole to the names of their datasets."""
+    tables = opened.tables()
+    if not any(tables["tensor"]):
+        return {}
+    try:
+        keys = _DECODER.keys(tables)
+    except (ValueError, KeyError) as error:
+        raise opened.file.refusal("its tables", f"contradict each other: {error}") from error
+    return {key: link for key, link in zip(keys, tables["tensor"], strict=True) if link}
+
+
+def _link(opened: StepFile, key: Key) -> bytes:
+    links = links_of(opened)
+    if key not in links:
+        kept = listed(repr(each.label) for each in links) or "none"
+        where = f"{opened.file.sort.name} {opened.file.path}"
+        of_step = "" if opened.packed is None else f" of step {opened.step}"
+        raise CaptureError(f"{where} keeps no whole tensor of {key.label!r}{of_step}; it keeps {kept}.")
+    return links[key]
 
 
 def load(file: Path | str, name: str) -> npt.NDArray[Any]:
@@ -220,83 +251,15 @@ def load(file: Path | str, name: str) -> npt.NDArray[Any]:
         CaptureFormatError: The segment is damaged, hostile or of a newer version.
     """
     with open_segment(Path(file)) as segment:
-        tables = _tables(segment)
+        opened = StepFile(segment, 0)
+        tables = opened.tables()
         links = {label: link for label, link in zip(tables["quantity"], tables["tensor"], strict=True) if link}
         link = links.get(encode(name))
         if link is None:
             kept = listed(repr(label.decode()) for label in links) or "none"
             raise CaptureError(f"Segment {file} keeps no whole tensor of {name!r}; it keeps {kept}.")
-        tensor = _tensor(segment, link)
+        tensor = opened.tensor(link).read()
     return widen(tensor.bits, tensor.dtype)
-
-
-def _tables(segment: Segment) -> Tables:
-    """Read all tables, check them against their digest, and drop the step axis."""
-    tables: Tables = {}
-    lengths = {"S": 1, "2": 2}
-    for table in TABLES:
-        name = table.name.encode()
-        if table.code == "S":
-            tables[table.name], shape = segment.texts(segment.root, name)
-        else:
-            tables[table.name] = segment.array(segment.root, name, tensor_type("", table.code), table.code)
-            shape = tables[table.name].shape
-        if len(shape) != len(table.axes) or any(
-            lengths.setdefault(axis, length) != length for axis, length in zip(table.axes, shape, strict=True)
-        ):
-            expected = ", ".join(str(lengths.get(axis, axis)) for axis in table.axes)
-            raise segment.refusal(f"dataset {table.name!r}", f"has shape {shape} instead of ({expected})")
-    if tables_digest(tables) != segment.text(segment.root, TABLES_HASH):
-        raise CaptureFormatError(f"Segment {segment.path} is damaged: its tables do not have their digest. {AGAIN}.")
-    for table in TABLES:
-        if table.axes.startswith("S") and table.code != "S":
-            tables[table.name] = tables[table.name][0]
-    return tables
-
-
-def _dataset(segment: Segment, link: bytes) -> tuple[Any, str]:
-    group = segment.group(segment.root, b"tensors")
-    dtype = segment.text(segment.dataset(group, link), "probe_dtype")
-    if dtype not in BITS:
-        raise segment.refusal(f"dataset {link.decode()!r}", f"has dtype {dtype!r}, which version 1 does not have")
-    return segment.typed(group, link, tensor_type(dtype, BITS[dtype])), dtype
-
-
-def _tensor(segment: Segment, link: bytes) -> FullTensor:
-    dataset, dtype = _dataset(segment, link)
-    bits = np.empty(dataset.shape, dtype=BITS[dtype])
-    for _ in _pieces(segment, link, dataset, bits.reshape(-1).view(np.uint8).data, PIECE):
-        pass
-    return FullTensor(bits=bits, dtype=dtype)
-
-
-def _blocks(segment: Segment, link: bytes, nbytes: int) -> Iterator[npt.NDArray[Any]]:
-    dataset, dtype = _dataset(segment, link)
-    item = np.dtype(BITS[dtype]).itemsize
-    for piece in _pieces(segment, link, dataset, None, max(1, nbytes // item) * item):
-        yield np.frombuffer(piece, dtype=BITS[dtype])
-
-
-def _pieces(
-    segment: Segment, link: bytes, dataset: Any, into: memoryview | None, nbytes: int
-) -> Iterator[memoryview | bytearray]:
-    """Read contiguous data directly: HDF5 has said where it lies, and the guard that it lies inside the file."""
-    total = int(np.prod(dataset.shape, dtype=np.int64)) * dataset.get_type().get_size()
-    digest = xxhash.xxh3_128()
-    with open(segment.path, "rb", buffering=0) as file:
-        if total:
-            file.seek(dataset.get_offset())
-        for start in range(0, total, nbytes):
-            length = min(nbytes, total - start)
-            piece = bytearray(length) if into is None else into[start : start + length]
-            if file.readinto(piece) != length:
-                raise CaptureFormatError(f"Segment {segment.path} is truncated. {AGAIN}.")
-            digest.update(piece)
-            yield piece
-    if digest.hexdigest() != segment.text(dataset, "xxh3_128"):
-        raise CaptureFormatError(
-            f"Segment {segment.path} is damaged: tensor {link.decode()!r} does not have its digest. {AGAIN}."
-        )
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -333,3 +296,18 @@ def _segments(path: Path) -> dict[int, tuple[int, ...]]:
                 steps = (SEGMENT_FILE.fullmatch(name) for name in os.listdir(folder))
                 ranks[int(rank[1])] = tuple(sorted(int(step[1]) for step in steps if step))
     return ranks
+
+
+def _packed(path: Path, run_id: str, world_size: int) -> tuple[dict[int, Packed], tuple[str, ...]]:
+    """List the packed file of each rank, and say of each that cannot be read why."""
+    ranks: dict[int, Packed] = {}
+    problems = []
+    folder = path / PACKED_FOLDER
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+        rank = PACKED_FILE.fullmatch(name)
+        if rank:
+            try:
+                ranks[int(rank[1])] = Packed(folder / name, run_id=run_id, rank=int(rank[1]), world_size=world_size)
+            except CaptureError as error:
+                problems.append(f"rank {int(rank[1])} has a packed file that cannot be read: {error}")
+    return ranks, tuple(problems)
