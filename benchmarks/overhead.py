@@ -1,11 +1,13 @@
 """Measure what recording costs, against the bare run of the same script in the same interleaved session.
 
     python benchmarks/overhead.py JOB.py [ARGS...] [--repeats 5]
+    python benchmarks/overhead.py examples/minimax_h3/train.py --steps {steps}
 
-The job must print, as its last line, a JSON object with `cpu_s_per_step` (process CPU seconds of a step after warm-up)
-and may print `parameters` (a hash of the final parameters), which must not change. The arms are: bare; off (the
-recorder installed and no step wanted); summaries (the default plan); full (every module output and gradient kept
-whole)."""
+The job prints, as its last line, a JSON object with `cpu_s_per_step` (process CPU seconds of a step after warm-up), and
+may print `parameters` (a hash of the final parameters), which must not change. A job that does not is run with two
+numbers in the place of `{steps}`, and a step costs what the longer run took more. The arms are: bare; off (the recorder
+installed and no step wanted); summaries (the default plan); full (every module output and gradient kept whole).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -28,20 +31,40 @@ ARMS: dict[str, list[str] | None] = {
 }
 
 
+STEPS, LENGTHS = "{steps}", (4, 24)
+"""What stands for the number of steps, and the two numbers that are put in its place."""
+
+
 def once(job: list[str], options: list[str] | None) -> tuple[float, str, int]:
     """Run one arm once. Returns CPU seconds per step, the parameters' hash, and the capture's bytes."""
+    if STEPS not in job:
+        _, output, nbytes = run(job, options)
+        lines = [line for line in output.splitlines() if line.startswith("{")]
+        result = json.loads(lines[-1]) if lines else {}
+        if "cpu_s_per_step" not in result:
+            sys.exit(f"The job printed no JSON line with 'cpu_s_per_step'. Put {STEPS} where it takes its steps.")
+        return float(result["cpu_s_per_step"]), str(result.get("parameters", "")), nbytes
+    (short, _, _), (long, output, nbytes) = (
+        run([str(steps) if word == STEPS else word for word in job], options) for steps in LENGTHS
+    )
+    return (long - short) / (LENGTHS[1] - LENGTHS[0]), output, nbytes
+
+
+def run(job: list[str], options: list[str] | None) -> tuple[float, str, int]:
+    """Run the job to its end. Returns CPU seconds, what it printed, and the capture's bytes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *job]
         if options is not None:
             command = [*PROBE, "-o", f"{folder}/capture", *options, "--", *command]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if not lines:
-            sys.exit(f"{' '.join(command)} printed no JSON line:\n{done.stderr}")
-        result = json.loads(lines[-1])
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr}")
         nbytes = sum(f.stat().st_size for f in Path(folder).rglob("*") if f.is_file())
-    return float(result["cpu_s_per_step"]), str(result.get("parameters", "")), nbytes
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout, nbytes
 
 
 def main() -> None:
@@ -68,7 +91,8 @@ def main() -> None:
         times = f"{statistics.median(seconds[arm]) * 1e3:8.1f} ms CPU a step"
         spread = f"{statistics.median(ratios):.2f}x bare ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"{arm:10s} {times}, {spread}, {nbytes[arm] / 1e6:.1f} MB")
-    print("final parameters: " + ("bit-identical in all runs" if len(hashes) == 1 else f"DIFFERENT {sorted(hashes)}"))
+    told = "what it printed" if STEPS in options.job else "final parameters"
+    print(f"{told}: " + ("the same in all runs" if len(hashes) == 1 else f"DIFFERENT {sorted(hashes)}"))
     sys.exit(len(hashes) != 1)
 
 
