@@ -1,9 +1,9 @@
 """Judge a training job under every wrapper against the plain job, sound and with planted faults, and print one table.
 
-The job is given by path: a script with `--variant base|bug|gbug` and `--wrap ...`, as the peers' workload has them.
-The plain job, and three runs of it perturbed by one ulp, are recorded once for each number of ranks; then each wrapper
-is recorded with each variant and compared. `bug` is a fault in the attention of layer 2, `gbug` one in the backward of
-the MLP of layer 1. Modules inside compiled regions are tapped by a plan.
+The job is given by path: a script with `--variant base|fused|bug|gbug` and `--wrap ...`, as the peers' workload has
+them. The plain job, and three runs of it perturbed by one ulp, are recorded once for each number of ranks; then each
+wrapper is recorded with each variant and compared. `fused` is another order of summation, `bug` a fault in the attention
+of layer 2, `gbug` one in the backward of the MLP of layer 1. Modules inside compiled regions are tapped by a plan.
 
     python benchmarks/wrappers.py ../shared/peers/job.py [--only compile] [--work DIR]
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PLACES = {"base": "", "bug": "layers.2.attn", "gbug": "layers.1.mlp"}
+PLACES = {"base": "", "fused": "", "bug": "layers.2.attn", "gbug": "layers.1.mlp"}
 """Where each variant first departs."""
 
 ONE_RANK = ("compile", "compile-method", "compile-block", "ckpt", "ckpt-reentrant", "ckpt-selective", "accum", "ddp")
@@ -93,7 +93,7 @@ class Bench:
 
 def right(variant: str, found: dict[str, Any]) -> bool:
     """Tell whether a variant was judged and located as it should be."""
-    if variant == "base":
+    if not PLACES[variant]:
         return bool(found["verdict"] == "equivalent" and not found["coverage"]["missing"])
     first = found["first_divergence"] or {"name": ""}
     return bool(found["verdict"] == "different" and f"{first['name']}.".startswith(f"{PLACES[variant]}."))
@@ -114,11 +114,11 @@ def main() -> None:
         bench = Bench(arguments.job.resolve(), work.resolve(), arguments.autocast)
         forms = [("none", 1), *((wrap, 1) for wrap in ONE_RANK), *((wrap, 2) for wrap in TWO_RANKS)]
         for wrap, ranks in forms:
-            for variant in PLACES:
-                if arguments.only not in wrap or (
-                    variant == "base" and (wrap == "none" or (wrap, ranks) == ("ddp", 2))
-                ):
-                    continue
+            if arguments.only not in wrap:
+                continue
+            plain = wrap == "none" or (wrap, ranks) == ("ddp", 2)
+            # Another order of summation is what the plain job has in the place of a wrapper.
+            for variant in ("fused" if plain else "base", "bug", "gbug"):
                 found = bench.compare(wrap, ranks, variant)
                 good = right(variant, found)
                 wrong += not good
