@@ -1,9 +1,10 @@
 """Judge a training job under every wrapper against the plain job, sound and with planted faults, and print one table.
 
 The job is given by path: a script with `--variant base|fused|bug|gbug` and `--wrap ...`, as the peers' workload has
-them. The plain job, and three runs of it perturbed by one ulp, are recorded once for each number of ranks; then each
-wrapper is recorded with each variant and compared. `fused` is another order of summation, `bug` a fault in the attention
-of layer 2, `gbug` one in the backward of the MLP of layer 1. Modules inside compiled regions are tapped by a plan.
+them. The plain job, and three runs of it perturbed by one ulp, are recorded once for each number of ranks. Then each
+wrapper is recorded with each variant and compared. `fused` is another order of summation, `bug` a fault in the
+attention of layer 2, `gbug` one in the backward of the MLP of layer 1. Modules inside compiled regions are tapped by a
+plan.
 
     python benchmarks/wrappers.py ../shared/peers/job.py [--only compile] [--work DIR]
 
