@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from probe.point import Key, Kind
 from probe.store.layout import StepRows
 from probe.store.parts import read
 from probe.store.reader import Capture
-from tests.recording import command, record
+from tests.recording import command, probe, record
 
 Runs = Callable[..., Capture]
 
@@ -83,6 +84,17 @@ def test_a_wrapper_has_the_names_and_values_of_plain_data_parallel_training(runs
 def test_flat_shards_have_them_too_and_gradients_of_what_is_unused_on_top(runs: Runs) -> None:
     absent = frozenset({"unused.weight", "unused.bias", "gradients"})  # zeros among flat shards, None elsewhere
     assert_same(runs("ddp", "--clip", "0.05"), runs("fsdp1", "--clip", "0.05"), absent=absent)
+
+
+def test_parameters_that_exist_only_as_flat_tensors_are_told(tmp_path: Path) -> None:
+    words = command("sharded.py", "--wrap", "fsdp1-flat", ranks=2)
+    done = probe("record", "-o", str(tmp_path / "c"), "--", *words)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("probe: ")][1:] == [
+        "probe: FSDP without use_orig_params keeps the parameters of a module in one flat tensor: they and their "
+        "gradients are recorded as `_flat_param`, and match no run that is wrapped in another way. Use "
+        "use_orig_params=True, or fully_shard."
+    ]
 
 
 def test_without_synchronisation_between_microbatches_the_last_reading_is_the_reduced_gradient(runs: Runs) -> None:

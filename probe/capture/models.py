@@ -32,6 +32,13 @@ DATA_PARALLEL = (
 )
 
 
+FLAT_PARAMETERS = (
+    "FSDP without use_orig_params keeps the parameters of a module in one flat tensor: they and their gradients are "
+    "recorded as `_flat_param`, and match no run that is wrapped in another way. Use use_orig_params=True, or "
+    "fully_shard."
+)
+
+
 class Models:
     """The models of one process, in the order in which they were first called."""
 
@@ -203,6 +210,8 @@ class Models:
         root = names.ROOT if not self.taps else f"model{len(self.taps)}"
         taps = Taps(top, self.recorder, self._begin_forward, root=root, called=called)
         self.taps.append(taps)
+        if any(name.rpartition(".")[2] == "_flat_param" for name in taps.parameters):
+            self.recorder.warn(FLAT_PARAMETERS)
         self._parts.update(flat_parts(entry.module for entry in taps.modules))
         self.recorder.count("models found")
         self._found(taps)

@@ -50,12 +50,13 @@ def wrap(net, how):
         for block in net.blocks:
             fully_shard(block)
         return fully_shard(net)
-    if how == "fsdp1":
+    if how in ("fsdp1", "fsdp1-flat"):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
+        options = {"use_orig_params": how == "fsdp1", "device_id": torch.device("cpu")}
         for index, block in enumerate(net.blocks):
-            net.blocks[index] = FullyShardedDataParallel(block, use_orig_params=True, device_id=torch.device("cpu"))
-        return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+            net.blocks[index] = FullyShardedDataParallel(block, **options)
+        return FullyShardedDataParallel(net, **options)
     if how == "tp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
