@@ -1,6 +1,7 @@
-"""Build the one compiled module; everything else about the package is in pyproject.toml.
+"""Build the compiled modules; everything else about the package is in pyproject.toml.
 
-Without a compiler the package installs all the same, and recording reduces tensors with torch, a few times slower.
+Without a compiler the package installs all the same: recording reduces tensors with torch, and comparing goes over
+tensors kept whole with numpy, a few times slower.
 """
 
 from setuptools import Extension, setup
@@ -12,6 +13,12 @@ setup(
             sources=["probe/capture/_reduce.c"],
             extra_compile_args=["-O3", "-Wno-psabi"],
             optional=True,
-        )
+        ),
+        Extension(
+            "probe.measure._elementwise",
+            sources=["probe/measure/_elementwise.c"],
+            extra_compile_args=["-O3", "-Wno-psabi"],
+            optional=True,
+        ),
     ]
 )

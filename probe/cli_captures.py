@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,6 +153,7 @@ def compare_captures(
 ) -> tuple[Comparison, tuple[Judgement, ...]]:
     """Compare captures, with as many processes as pay, or on a Dask cluster; show how far it is on a terminal."""
     from probe.judge.compare import compare_cells
+    from probe.measure.elementwise import compare_elements
     from probe.measure.workers import WORTH_NBYTES, dask_cluster, local_processes
 
     nbytes = sum(capture.nbytes for capture in (*baselines, *candidates))
@@ -159,9 +161,15 @@ def compare_captures(
         dask_cluster(scheduler) if scheduler else local_processes(nbytes) as spread,
         _progress(nbytes, shown=spread is not None and nbytes >= WORTH_NBYTES) as progress,
     ):
-        return compare_cells(
+        comparison, judgements = compare_cells(
             baselines, candidates, tolerances, checks=checks, same_code=same_code, spread=spread, progress=progress
         )
+        elements = []
+        for candidate in candidates:
+            found = compare_elements(baselines[0], candidate, spread)
+            if found is not None and found.tensors:
+                elements.append((str(candidate.path), found))
+    return replace(comparison, elements=tuple(elements)), judgements
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from report_cases import ABOVE, DIVERGENCE, FAILING, INCONCLUSIVE, NOT_COMPARABL
 
 from probe.report.machine import as_object, incomparable, to_json
 
-TOP = ["verdict", "exit", "first_divergence", "checks", "coverage", "runs", "provenance_changes", "next", "calibration"]
+TOP = ["verdict", "exit", "first_divergence", "checks", "coverage", "runs", "provenance_changes", "next"]
+TOP += ["tensors", "calibration"]
 DIVERGED = ["step", "microbatch", "rank", "kind", "name", "order", "difference", "tolerance", "origin"]
 CHECK = [
     *["what", "where", "verdict", "difference", "unit", "tolerance", "form", "spread", "worst"],
@@ -118,6 +119,7 @@ def test_captures_that_share_nothing_still_give_an_object() -> None:
         "runs": [],
         "provenance_changes": [],
         "next": [],
+        "tensors": [],
         "calibration": None,
     }
 

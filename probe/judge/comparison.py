@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from probe.judge.tolerance import CalibratedRun
 from probe.point import Kind
+
+if TYPE_CHECKING:
+    from probe.measure.elementwise import ElementsCompared
 
 
 class Outcome(str, Enum):
@@ -302,3 +306,5 @@ class Comparison:
     """Path of the tolerance file, or empty."""
     plan: str = ""
     """Path of the plan file whose checks judged, or empty."""
+    elements: tuple[tuple[str, ElementsCompared], ...] = ()
+    """Path of each candidate that kept tensors whole as the first baseline did, and how they differ. Not judged."""

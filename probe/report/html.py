@@ -20,6 +20,7 @@ import numpy as np
 from probe.judge.comparison import CheckResult, Comparison, Outcome, Verdict
 from probe.report import words
 from probe.report.commands import ADD_RUNS, NARROW_DOWN, next_commands, reproduce, script
+from probe.report.elements import sentences
 from probe.report.glossary import (
     ASSUMED,
     ORIGIN,
@@ -90,6 +91,7 @@ def to_html(comparison: Comparison, grid: CellGrid | None = None) -> str:
             else []
         ),
         _coverage(comparison),
+        _list("Tensors kept whole", sentences(comparison)),
         _list("Differences between the arms", comparison.provenance_changes),
         _list("Notes", comparison.notes),
         _runs_to_add(comparison),

@@ -13,6 +13,7 @@ from typing import Any
 
 from probe.judge.comparison import CheckResult, Comparison, Coverage, FirstDivergence, Outcome, Worst
 from probe.report.commands import next_commands
+from probe.report.elements import objects
 
 
 def to_json(comparison: Comparison) -> str:
@@ -39,6 +40,7 @@ def as_object(comparison: Comparison) -> dict[str, Any]:
             {"purpose": command.purpose, "arm": command.arm or None, "command": command.line}
             for command in next_commands(comparison)
         ],
+        "tensors": objects(comparison),
         "calibration": None if comparison.calibration is None else _plain(asdict(comparison.calibration)),
     }
 

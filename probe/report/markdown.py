@@ -14,6 +14,7 @@ from pathlib import PurePath
 from probe.judge.comparison import CheckResult, Comparison, Verdict, Worst
 from probe.report import words
 from probe.report.commands import ADD_RUNS, NARROW_DOWN, next_commands, reproduce, script
+from probe.report.elements import sentences
 from probe.report.headlines import headlines
 
 MOST = 20
@@ -29,6 +30,7 @@ def to_markdown(comparison: Comparison) -> str:
         list(_divergence(comparison)),
         list(_block(script(next_commands(comparison), NARROW_DOWN))),
         list(_not_judged(comparison)),
+        list(_bullets("Tensors kept whole", sentences(comparison))),
         list(_bullets("Differences between the arms", comparison.provenance_changes)),
         list(_bullets("Notes", comparison.notes)),
         list(_bullets("Runs to add", [comparison.more_runs] if comparison.more_runs else [])),

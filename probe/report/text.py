@@ -18,6 +18,7 @@ from probe.judge.command_change import command_change
 from probe.judge.comparison import CheckResult, Comparison, Outcome, Verdict
 from probe.report import words
 from probe.report.commands import ADD_RUNS, NARROW_DOWN, next_commands, script
+from probe.report.elements import sentences
 from probe.report.headlines import headlines
 
 WIDTH = 100
@@ -70,6 +71,7 @@ def report_lines(comparison: Comparison, *, everything: bool = False, width: int
         list(_table(comparison, everything, width)),
         list(_divergence(comparison, width)),
         list(_coverage(comparison, most, width)),
+        list(_listed("Tensors kept whole", tuple(sentences(comparison)), 10**9, width)),
         list(_listed("Differences between the arms", comparison.provenance_changes, most, width)),
         list(_listed("Notes", comparison.notes, most, width)),
         list(_pairs(comparison, everything, width)),

@@ -207,8 +207,14 @@ def _fill(
             if links:
                 tensors = tensors or file.create_group("tensors")
                 group = tensors.create_group(f"step{step:08d}")
+                stored: dict[tuple[Any, ...], bytes] = {}
                 for link in links:
-                    add_tensor(group, link, opened.tensor(link), compress)
+                    tensor = opened.tensor(link)
+                    same = stored.setdefault((tensor.digest, tensor.dtype, tensor.shape), link)
+                    if same is link:
+                        add_tensor(group, link, tensor, compress)
+                    else:
+                        group.id.links.create_hard(link, group.id, same)
         sink.require_sound()
         progress(capture.file(rank, step).stat().st_size)
 

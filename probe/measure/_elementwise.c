@@ -1,0 +1,149 @@
+/* Compare two blocks of numbers element by element, in one pass over both.
+ *
+ * The definitions are those of `probe/measure/elementwise.py`, which computes the same without this module where it was
+ * not built; only the order in which squares are added differs. Two elements are equal if their values are, or if both
+ * are NaN. Differences are taken in double precision, and only of finite elements.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+#define LANES 8
+
+typedef float f4 __attribute__((vector_size(16)));
+typedef float f8 __attribute__((vector_size(32)));
+typedef int32_t i4 __attribute__((vector_size(16)));
+typedef int32_t i8 __attribute__((vector_size(32)));
+typedef uint32_t u8 __attribute__((vector_size(32)));
+typedef uint16_t h8 __attribute__((vector_size(16)));
+typedef double d4 __attribute__((vector_size(32)));
+typedef int64_t l4 __attribute__((vector_size(32)));
+
+struct found {
+    int64_t different, nonfinite;
+    double squares, largest;
+    uint32_t ulps;
+};
+
+/* Both loads leave the bits of eight fp32 numbers. */
+#define LOAD_FLOAT32(bits, data, i) memcpy(&bits, (const float *)(data) + (i), sizeof bits)
+#define LOAD_BFLOAT16(bits, data, i)                                                                                     \
+    do {                                                                                                                 \
+        h8 half;                                                                                                         \
+        memcpy(&half, (const uint16_t *)(data) + (i), sizeof half);                                                      \
+        bits = (i8)(__builtin_convertvector(half, u8) << 16);                                                            \
+    } while (0)
+
+/* n is a multiple of LANES, and at most 2^30: lanes count in 32 bits. A macro, for a compiler lowers the vectors of an
+ * inline function before it knows for which processor. */
+#define DEFINE_COMPARE(NAME, TARGET, LOAD)                                                                               \
+    TARGET static void NAME(const void *a, const void *b, int64_t n, struct found *out)                                  \
+    {                                                                                                                    \
+        const i8 magnitude = (i8){0} + 0x7fffffff, infinite = (i8){0} + 0x7f800000;                                      \
+        const i8 lowest = (i8){0} + INT32_MIN;                                                                           \
+        const l4 positive = (l4){0} + INT64_MAX;                                                                         \
+        i8 different = {0}, nonfinite = {0}, ulps = lowest; /* biased, for compilers compare signed numbers faster */    \
+        d4 squares[2] = {{0}}, largest[2] = {{0}};                                                                       \
+        for (int64_t i = 0; i < n; i += LANES) {                                                                         \
+            i8 x, y;                                                                                                     \
+            LOAD(x, a, i);                                                                                               \
+            LOAD(y, b, i);                                                                                               \
+            i8 size_x = x & magnitude, size_y = y & magnitude;                                                           \
+            i8 finite = (size_x < infinite) & (size_y < infinite);                                                       \
+            i8 equal = ((f8)x == (f8)y) | ((size_x > infinite) & (size_y > infinite));                                   \
+            different -= ~equal;                                                                                         \
+            nonfinite -= ~equal & ~finite;                                                                               \
+            /* Numbers in order: the bits of a negative one count down from zero. */                                     \
+            i8 sign_x = x >> 31, sign_y = y >> 31;                                                                       \
+            i8 order_x = (size_x ^ sign_x) - sign_x, order_y = (size_y ^ sign_y) - sign_y;                               \
+            i8 less = order_x < order_y;                                                                                 \
+            i8 apart = (i8)((((u8)order_x - (u8)order_y) ^ (u8)less) - (u8)less);                                        \
+            apart = (apart & finite) ^ lowest;                                                                           \
+            i8 more = apart > ulps;                                                                                      \
+            ulps = (apart & more) | (ulps & ~more);                                                                      \
+            for (int half = 0; half < 2; half++) {                                                                       \
+                f4 one, two;                                                                                             \
+                i4 keep;                                                                                                 \
+                memcpy(&one, (const char *)&x + 16 * half, 16);                                                          \
+                memcpy(&two, (const char *)&y + 16 * half, 16);                                                          \
+                memcpy(&keep, (const char *)&finite + 16 * half, 16);                                                    \
+                d4 delta = __builtin_convertvector(one, d4) - __builtin_convertvector(two, d4);                          \
+                delta = (d4)((l4)delta & __builtin_convertvector(keep, l4) & positive);                                  \
+                squares[half] += delta * delta;                                                                          \
+                l4 larger = delta > largest[half];                                                                       \
+                largest[half] = (d4)(((l4)delta & larger) | ((l4)largest[half] & ~larger));                              \
+            }                                                                                                            \
+        }                                                                                                                \
+        for (int lane = 0; lane < LANES; lane++) {                                                                       \
+            double most = largest[lane / 4][lane % 4];                                                                   \
+            uint32_t apart = (uint32_t)ulps[lane] ^ 0x80000000u;                                                         \
+            out->different += different[lane];                                                                           \
+            out->nonfinite += nonfinite[lane];                                                                           \
+            out->squares += squares[lane / 4][lane % 4];                                                                 \
+            out->largest = most > out->largest ? most : out->largest;                                                    \
+            out->ulps = apart > out->ulps ? apart : out->ulps;                                                           \
+        }                                                                                                                \
+    }
+
+#define DEFINE_FOR(SET, TARGET)                                                                                          \
+    DEFINE_COMPARE(compare_float32_##SET, TARGET, LOAD_FLOAT32)                                                          \
+    DEFINE_COMPARE(compare_bfloat16_##SET, TARGET, LOAD_BFLOAT16)                                                        \
+    static void compare_##SET(const void *a, const void *b, int64_t n, int type, struct found *out)                      \
+    {                                                                                                                    \
+        (type == BFLOAT16 ? compare_bfloat16_##SET : compare_float32_##SET)(a, b, n, out);                               \
+    }
+
+DEFINE_FOR(any, )
+static void (*compare_best)(const void *, const void *, int64_t, int, struct found *) = compare_any;
+#if defined(__x86_64__) && defined(__GNUC__)
+DEFINE_FOR(avx2, __attribute__((target("avx2"))))
+#endif
+
+static PyObject *elementwise(PyObject *module, PyObject *args)
+{
+    Py_buffer a, b;
+    int type;
+    if (!PyArg_ParseTuple(args, "y*y*i:compare", &a, &b, &type))
+        return NULL;
+    int item = type == BFLOAT16 ? 2 : 4;
+    int fits = a.len == b.len && a.len % item == 0 && a.len / item <= 1 << 30 && (type == FLOAT32 || type == BFLOAT16);
+    struct found found = {0, 0, 0, 0, 0};
+    if (fits && memcmp(a.buf, b.buf, a.len) != 0) {
+        PyThreadState *state = PyEval_SaveThread();
+        int64_t n = a.len / item, most = n / LANES * LANES;
+        compare_best(a.buf, b.buf, most, type, &found);
+        if (most < n) {
+            char rest[2][4 * LANES] = {{0}};
+            memcpy(rest[0], (const char *)a.buf + most * item, (n - most) * item);
+            memcpy(rest[1], (const char *)b.buf + most * item, (n - most) * item);
+            compare_best(rest[0], rest[1], LANES, type, &found);
+        }
+        PyEval_RestoreThread(state);
+    }
+    PyBuffer_Release(&a);
+    PyBuffer_Release(&b);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "compare: the blocks have other sizes, or the type is unknown.");
+        return NULL;
+    }
+    return Py_BuildValue("LLddI", (long long)found.different, (long long)found.nonfinite, found.squares, found.largest,
+                         type == BFLOAT16 ? found.ulps >> 16 : found.ulps);
+}
+
+static PyMethodDef methods[] = {
+    {"compare", elementwise, METH_VARARGS, "compare(a, b, type) -> (different, non-finite, squares, largest, ulps)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_elementwise", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__elementwise(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (__builtin_cpu_supports("avx2"))
+        compare_best = compare_avx2;
+#endif
+    return PyModule_Create(&definition);
+}
