@@ -147,6 +147,16 @@ def test_a_gradient_clipped_by_value_is_recorded_before_and_after(runs: Runs) ->
     assert [float(largest[at[f"grad/{name}:clipped"]]) for name in PARAMETERS] == pytest.approx([1e-3] * 4)
 
 
+def test_a_gradient_that_is_changed_behind_its_version_is_recorded_before_and_after(runs: Runs) -> None:
+    capture = runs("clipped_by_hand")
+    assert [names(capture.rows(0, step), Kind.GRAD, "clipped") for step in (1, 2, 3)] == [[], PARAMETERS, []]
+    rows = capture.rows(0, 2)
+    at = by_label(rows)
+    for name in PARAMETERS:
+        before, after = rows.sketch[at[f"grad/{name}"]], rows.sketch[at[f"grad/{name}:clipped"]]
+        np.testing.assert_array_equal(after, before / 2)
+
+
 def test_an_evaluation_that_never_returns_to_training_shows_in_the_state(runs: Runs) -> None:
     capture = runs("forgetful")
     assert numbers(capture, "state/modules_in_train_mode_at_update") == [6, 6, 0]

@@ -104,7 +104,12 @@ class Gradients:
             version = self._versions.get(name)
             if version is None:
                 self._take(name, parameter, gradient, "given to the optimizer")
-            elif isinstance(scale, torch.Tensor) or version != _version(gradient):
+            elif (
+                isinstance(scale, torch.Tensor)
+                or version != _version(gradient)
+                # What is done to `.data` leaves no trace in the version.
+                or not self._recorder.unchanged(step_key(Kind.GRAD, name), gradient)
+            ):
                 with torch.no_grad():
                     given = gradient / scale if isinstance(scale, torch.Tensor) else gradient
                 key = step_key(Kind.GRAD, name, CLIPPED)
