@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,8 @@ def make(
     for rank in range(ranks):
         writer = RankWriter(path, run_id=run_id, rank=rank, world_size=ranks)
         for step in range(1, steps + 1):
-            writer.write(_rows(keys, step, rank, ranks, noise, seed, tensors))
+            before = tuple(replace(key, item="before") for key in keys if key.kind is Kind.PARAM) if step == 1 else ()
+            writer.write(_rows((*before, *keys), step, rank, ranks, noise, seed, tensors))
         writer.close(error=None, dropped_steps=())
 
 
@@ -77,7 +79,7 @@ def _rows(
     exact = np.random.default_rng([step, rank])
     own = np.random.default_rng([seed, step, rank])
     single = np.array([key.kind in (Kind.LOSS, Kind.GRAD_NORM, Kind.LR) for key in keys])
-    fixed = np.array([key.kind is Kind.BATCH or key.name in ("lr", "loss_scale") for key in keys])
+    fixed = np.array([key.kind is Kind.BATCH or key.item or key.name in ("lr", "loss_scale") for key in keys])
 
     def noisy(values: np.ndarray) -> np.ndarray:
         jitter = noise * own.standard_normal(values.shape, dtype=np.float32)
@@ -118,6 +120,11 @@ def _rows(
         where=("",) * count,
         tensors=kept,
     )
+
+
+def rows_with(tensors: dict[Key, FullTensor], step: int) -> StepRows:
+    """Make the rows of a step of one rank that keeps these tensors whole."""
+    return replace(_rows(tuple(tensors), step, 0, 1, 0.0, 0, (0, 0)), tensors=tensors)
 
 
 def machine() -> str:

@@ -285,3 +285,17 @@ def test_too_little_space_is_seen_before_anything_is_written(
     assert list((writer.path / "rank00000").iterdir()) == []
     disk.f_bavail = 68 * 256
     assert writer.write(rows) > 3 << 20
+
+
+def test_tensors_that_look_alike_at_both_ends_are_stored_each(tmp_path: Path) -> None:
+    keys = forward_keys(4)
+    one = np.arange(1000, dtype="<f4")
+    other = one.copy()
+    other[500] += 1
+    bits = dict(zip(keys, (one, other, one, other), strict=True))
+    tensors = {key: FullTensor(bits=each, dtype="float32") for key, each in bits.items()}
+    path = make_capture(tmp_path / "c", keys=keys, tensors=tensors)
+    capture = open_capture(path)
+    assert [capture.tensor(0, 1, key).bits.tobytes() for key in keys] == [each.tobytes() for each in bits.values()]
+    size = (path / "rank00000/step00000001.h5").stat().st_size
+    assert size - (make_capture(tmp_path / "bare", keys=keys) / "rank00000/step00000001.h5").stat().st_size < 12_000

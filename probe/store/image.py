@@ -21,6 +21,8 @@ from h5py import h5a, h5d, h5g, h5p, h5s, h5t
 
 PIECE = 16 << 20
 """Bytes of one pwrite. Source: the project's storage study, section 3.1."""
+HASHED_PIECE = 1 << 20
+"""The same where bits are hashed on the way: what was just read for the digest is still in the cache for the write."""
 
 
 @cache
@@ -172,7 +174,14 @@ class Image:
         """Make a group."""
         return h5g.create(parent, name)
 
-    def add_array(self, parent: h5g.GroupID, name: bytes, array: npt.NDArray[Any], kind: h5t.TypeID) -> h5d.DatasetID:
+    def add_array(
+        self,
+        parent: h5g.GroupID,
+        name: bytes,
+        array: npt.NDArray[Any],
+        kind: h5t.TypeID,
+        digest: xxhash.xxh3_128 | None = None,
+    ) -> h5d.DatasetID:
         """Store an array, little endian, bit by bit.
 
         Args:
@@ -180,11 +189,12 @@ class Image:
             name: Link name.
             array: Any shape; 0-d and empty arrays too.
             kind: HDF5 type of the same size as the array's elements.
+            digest: Is given the bits while they are in the cache for writing; None: nobody wants one.
         """
         space = h5s.create_simple(array.shape) if array.shape else h5s.create(h5s.SCALAR)
         dataset = h5d.create(parent, name, kind, space, self._contiguous)
         if array.size:
-            self._write(flat_bytes(array), dataset.get_offset())
+            self._write(flat_bytes(array), dataset.get_offset(), digest)
         return dataset
 
     def add_name(self, group: h5g.GroupID, existing: bytes, name: bytes) -> None:
@@ -206,10 +216,14 @@ class Image:
             kind, data = text_type(len(encoded)), np.array(encoded, dtype=f"S{max(1, len(encoded))}")
         h5a.create(owner, name.encode(), kind, self._scalar).write(data, mtype=kind)
 
-    def _write(self, view: memoryview, offset: int) -> None:
+    def _write(self, view: memoryview, offset: int, digest: xxhash.xxh3_128 | None = None) -> None:
         while len(view):
-            done = os.pwrite(self._descriptor, view[:PIECE], offset)
-            view, offset = view[done:], offset + done
+            piece = view[: PIECE if digest is None else HASHED_PIECE]
+            if digest is not None:
+                digest.update(piece)
+            while len(piece):
+                done = os.pwrite(self._descriptor, piece, offset)
+                piece, view, offset = piece[done:], view[done:], offset + done
 
 
 def flat_bytes(array: npt.NDArray[Any]) -> memoryview:
