@@ -59,7 +59,8 @@ def make(
     """
     create_capture(path)
     run_id = f"{path.name}-{seed}"
-    config = {"command": ["python", "train.py"], "seed": 42, "steps": f"1-{steps}", "plan": None, "perturb": ""}
+    plan = {"record": {"full": ["*"] if tensors[0] else []}}
+    config = {"command": ["python", "train.py"], "seed": 42, "steps": f"1-{steps}", "plan": plan, "perturb": ""}
     provenance = {"code": {"hash": code, "files": {"train.py": code}}, "versions": {}, "device": "cpu"}
     manifest = {"run_id": run_id, "world_size": ranks, "config": config, "provenance": provenance, "env": {}}
     write_manifest(path, manifest)
@@ -79,7 +80,7 @@ def _rows(
     exact = np.random.default_rng([step, rank])
     own = np.random.default_rng([seed, step, rank])
     single = np.array([key.kind in (Kind.LOSS, Kind.GRAD_NORM, Kind.LR) for key in keys])
-    fixed = np.array([key.kind is Kind.BATCH or key.item or key.name in ("lr", "loss_scale") for key in keys])
+    fixed = np.array([bool(key.item) or key.kind is Kind.BATCH or key.name in ("lr", "loss_scale") for key in keys])
 
     def noisy(values: np.ndarray) -> np.ndarray:
         jitter = noise * own.standard_normal(values.shape, dtype=np.float32)

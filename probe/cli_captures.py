@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -158,7 +158,7 @@ def compare_captures(
 
     nbytes = sum(capture.nbytes for capture in (*baselines, *candidates))
     with (
-        dask_cluster(scheduler) if scheduler else local_processes(nbytes) as spread,
+        dask_cluster(scheduler) if scheduler else nullcontext(local_processes(nbytes)) as spread,
         _progress(nbytes, shown=spread is not None and nbytes >= WORTH_NBYTES) as progress,
     ):
         comparison, judgements = compare_cells(

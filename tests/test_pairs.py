@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from typing import Any
@@ -172,14 +173,16 @@ CASES: dict[str, tuple[list[SyntheticCapture], Sequence[Check]]] = {
 def test_pieces_read_elsewhere_give_the_same_bits_as_one_walk(case: str, pieces: int) -> None:
     runs, checks = CASES[case]
     elsewhere = Elsewhere()
-    assert_same(compared(runs, checks, None), compared(runs, checks, Spread(executor=elsewhere, pieces=pieces)))
+    assert_same(compared(runs, checks, None), compared(runs, checks, Spread(start=lambda: elsewhere, pieces=pieces)))
     assert elsewhere.sent > 1
 
 
 def test_local_processes_give_the_same_bits_as_one_walk() -> None:
     runs, checks = CASES["names that come and go"]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
-        assert_same(compared(runs, checks, None), compared(runs, checks, Spread(executor=executor, pieces=2)))
+        assert_same(
+            compared(runs, checks, None), compared(runs, checks, Spread(start=lambda: nullcontext(executor), pieces=2))
+        )
 
 
 def cut(runs: Sequence[CaptureLike], pieces: int) -> list[tuple[list[int], list[int]]]:
@@ -203,7 +206,7 @@ def test_work_is_cut_by_ranks_and_by_steps_where_ranks_are_few_or_need_each_othe
 def test_progress_is_told_in_parts_of_the_whole() -> None:
     runs, checks = CASES["equal names"]
     told: list[float] = []
-    spread = Spread(executor=Elsewhere(), pieces=4)
+    spread = Spread(start=Elsewhere, pieces=4)
     compare_cells(runs[:-1], runs[-1:], None, checks=checks, spread=spread, progress=told.append)
     assert told == [0.25, 0.5, 0.75, 1.0]
 
@@ -212,7 +215,7 @@ def test_an_error_elsewhere_is_raised_here_and_ends_the_work() -> None:
     runs, checks = CASES["equal names"]
     broken = Broken(**{each.name: getattr(runs[-1], each.name) for each in fields(runs[-1])})
     with pytest.raises(CaptureFormatError, match=r"^Segment 3 of step 2 is damaged\.$"):
-        compared([*runs[:-1], broken], checks, Spread(executor=Elsewhere(), pieces=4))
+        compared([*runs[:-1], broken], checks, Spread(start=Elsewhere, pieces=4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +232,7 @@ def test_what_several_pairs_share_is_in_memory_once() -> None:
     runs, _ = CASES["equal names"]
     captures = tuple(runs)
     work = Runs(captures=captures, baselines=2, axes=Axes.shared(captures), loss_tolerances=dict.fromkeys((1, 2, 3), 0))
-    for spread in (None, Spread(executor=Elsewhere(), pieces=2)):
+    for spread in (None, Spread(start=Elsewhere, pieces=2)):
         pairs = measure_pairs(work, spread).pairs
         held = {name: {id(base(getattr(d, name))) for d in pairs.values()} for name in ("expected", "actual", "order")}
         assert len(held["expected"] | held["actual"]) == 3

@@ -6,8 +6,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +47,23 @@ def probe(*arguments: str) -> Result:
 
 
 def test_small_work_and_a_single_core_are_worth_no_process() -> None:
-    with local_processes(WORTH_NBYTES - 1, 4) as spread:
-        assert spread is None
-    with local_processes(WORTH_NBYTES, 1) as spread:
-        assert spread is None
+    assert local_processes(WORTH_NBYTES - 1, 4) is None
+    assert local_processes(WORTH_NBYTES, 1) is None
+
+
+def started(count: int) -> AbstractContextManager[Executor]:
+    spread = local_processes(WORTH_NBYTES, count)
+    assert spread is not None
+    return spread.start()
 
 
 def test_large_work_is_spread_over_the_cores_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_cores", lambda: 3)
-    with local_processes(WORTH_NBYTES) as spread:
-        assert spread is not None
-        assert spread.pieces == 6
-        assert len({spread.executor.submit(os.getpid).result() for _ in range(9)} - {os.getpid()}) in (1, 2, 3)
+    spread = local_processes(WORTH_NBYTES)
+    assert spread is not None
+    assert spread.pieces == 6
+    with spread.start() as executor:
+        assert len({executor.submit(os.getpid).result() for _ in range(9)} - {os.getpid()}) in (1, 2, 3)
 
 
 def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +78,10 @@ def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "platform", "linux")
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
-    with local_processes(WORTH_NBYTES, 2):
+    with started(2):
         pass
     thread.start()
-    with local_processes(WORTH_NBYTES, 2):
+    with started(2):
         pass
     done.set()
     thread.join()
@@ -89,9 +95,8 @@ def test_a_killed_process_is_told_from_a_wrong_answer() -> None:
     )
 
     def killed() -> None:
-        with local_processes(WORTH_NBYTES, 2) as spread:
-            assert spread is not None
-            spread.executor.submit(os._exit, 9).result()
+        with started(2) as executor:
+            executor.submit(os._exit, 9).result()
 
     with pytest.raises(ProbeError, match=f"^{re.escape(message)}$"):
         killed()
@@ -107,11 +112,10 @@ def test_a_comparison_by_several_processes_prints_the_same_json(
     asked: list[int] = []
     real: Callable[..., Any] = workers.local_processes
 
-    @contextmanager
-    def watched(nbytes: int) -> Iterator[Any]:
-        with real(nbytes) as spread:
-            asked.append(spread.pieces)
-            yield spread
+    def watched(nbytes: int) -> Any:
+        spread = real(nbytes)
+        asked.append(spread.pieces)
+        return spread
 
     monkeypatch.setattr(workers, "local_processes", watched)
     assert probe("diff", *runs, "--json").stdout == alone.stdout

@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from probe.measure.pairs import Spread, spread_calls
 from probe.point import Key
 from probe.store.dtypes import BITS, widen
 from probe.store.reader import Capture, links_of
@@ -30,9 +31,6 @@ try:
     from probe.measure import _elementwise
 except ImportError:  # no compiler where the package was installed
     _elementwise = None  # type: ignore[assignment]
-
-if TYPE_CHECKING:
-    from probe.measure.pairs import Spread
 
 BLOCK = 1 << 18
 """Bytes of each side that are compared at once: two blocks stay in the second-level cache."""
@@ -137,16 +135,7 @@ def compare_elements(
             if progress is not None:
                 progress(done / len(parts))
     else:
-        futures = [spread.executor.submit(_compare_part, baseline, candidate, part) for part in parts]
-        try:
-            found = []
-            for done, future in enumerate(futures, start=1):
-                found.append(future.result())
-                if progress is not None:
-                    progress(done / len(futures))
-        finally:
-            for future in futures:
-                future.cancel()
+        found = spread_calls(spread, _compare_part, [(baseline, candidate, part) for part in parts], progress)
     return _joined(found)
 
 
@@ -179,7 +168,11 @@ def _joined(found: Sequence[tuple[ElementsCompared, list[int]]]) -> ElementsComp
 def _compare_part(baseline: Capture, candidate: Capture, part: _Part) -> tuple[ElementsCompared, list[int]]:
     """Compare some tensors of one step; also return the place of each different one in the order of execution."""
     tensors = identical = equal = 0
-    reshaped, different, orders = [], [], []
+    reshaped: list[str] = []
+    different: list[ElementDifference] = []
+    orders: list[int] = []
+    if not (baseline.keeps_tensors(part.rank, part.step) and candidate.keeps_tensors(part.rank, part.step)):
+        return ElementsCompared(tensors=0, identical=0, equal=0, reshaped=(), different=()), []
     known: dict[tuple[str, str], ElementDifference | None] = {}
     with baseline.open_step(part.rank, part.step) as one, candidate.open_step(part.rank, part.step) as two:
         links, others = links_of(one), links_of(two)

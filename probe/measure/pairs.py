@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ from probe.store.layout import StepRows
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+Result = TypeVar("Result")
 Pair = tuple[int, int]
 """Numbers of two runs."""
 Place = tuple[int, int]
@@ -68,7 +70,8 @@ class Runs:
 class Spread:
     """How the work is spread."""
 
-    executor: Executor
+    start: Callable[[], AbstractContextManager[Executor]]
+    """Starts the workers, and lets them go when the work is done: idle ones would keep the memory that they used."""
     pieces: int
     """Into how many pieces; two or so for each worker even out their speeds."""
 
@@ -107,7 +110,10 @@ def measure_pairs(
     """
     axes = runs.axes
     pieces = _cut(runs, 1 if spread is None else spread.pieces)
-    found = [measure_piece(runs, pieces[0])] if spread is None else _spread_out(runs, pieces, spread, progress)
+    if spread is None:
+        found = [measure_piece(runs, pieces[0])]
+    else:
+        found = spread_calls(spread, measure_piece, [(runs, piece) for piece in pieces], progress)
     keys = _in_order(found)
     number = {key: cell for cell, key in enumerate(keys)}
     cells = [np.array([number[key] for key in one.keys], dtype=np.intp) for one in found]
@@ -133,21 +139,26 @@ def _place(found: tuple[Any, ...]) -> Place:
     return found[0]  # type: ignore[no-any-return]
 
 
-def _spread_out(
-    runs: Runs, pieces: Sequence[Piece], spread: Spread, progress: Callable[[float], None] | None
-) -> list[_Found]:
+def spread_calls(
+    spread: Spread,
+    call: Callable[..., Result],
+    arguments: Sequence[tuple[Any, ...]],
+    progress: Callable[[float], None] | None,
+) -> list[Result]:
+    """Make calls elsewhere, and return their results in order."""
     from concurrent.futures import as_completed
 
-    futures = [spread.executor.submit(measure_piece, runs, piece) for piece in pieces]
-    try:
-        for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # The first error ends the wait.
-            if progress is not None:
-                progress(done / len(futures))
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
+    with spread.start() as executor:
+        futures = [executor.submit(call, *each) for each in arguments]
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                future.result()  # The first error ends the wait.
+                if progress is not None:
+                    progress(done / len(futures))
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
 
 
 def _cut(runs: Runs, count: int) -> list[Piece]:

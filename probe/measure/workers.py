@@ -10,11 +10,14 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from probe.errors import ProbeError
 from probe.measure.pairs import Spread
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 WORTH_NBYTES = 256 << 20
 """Bytes of segments from which on a second process pays: about a quarter of a second of reading and measuring."""
@@ -24,9 +27,8 @@ PIECES = 2
 """Pieces for each worker: one that is slow, or shares its core, gets fewer."""
 
 
-@contextmanager
-def local_processes(nbytes: int, most: int | None = None) -> Iterator[Spread | None]:
-    """Start one process for each core that this one may use; none where the work is small or there is one core.
+def local_processes(nbytes: int, most: int | None = None) -> Spread | None:
+    """Use one process for each core that this one may use; None where the work is small or there is one core.
 
     Args:
         nbytes: Size of what is to be read.
@@ -34,8 +36,12 @@ def local_processes(nbytes: int, most: int | None = None) -> Iterator[Spread | N
     """
     count = _cores() if most is None else most
     if nbytes < WORTH_NBYTES or count < 2:
-        yield None
-        return
+        return None
+    return Spread(start=lambda: _processes(count), pieces=PIECES * count)
+
+
+@contextmanager
+def _processes(count: int) -> Iterator[Executor]:
     import multiprocessing
     from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 
@@ -45,7 +51,7 @@ def local_processes(nbytes: int, most: int | None = None) -> Iterator[Spread | N
     context = multiprocessing.get_context("fork" if forks else None)
     try:
         with ProcessPoolExecutor(count, mp_context=context) as executor:
-            yield Spread(executor=executor, pieces=PIECES * count)
+            yield executor
     except BrokenExecutor as error:
         raise ProbeError(
             f"One of the {count} processes that read the captures was killed, most likely for lack of memory. "
@@ -84,7 +90,7 @@ def dask_cluster(address: str) -> Iterator[Spread]:
                 "captures are seen under the same paths."
             )
         with client.get_executor(pure=False) as executor:
-            yield Spread(executor=executor, pieces=PIECES * threads)
+            yield Spread(start=lambda: nullcontext(executor), pieces=PIECES * threads)
 
 
 def _cores() -> int:
