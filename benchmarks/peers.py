@@ -1,7 +1,7 @@
 """Record one workload with forty lines of hooks and `torch.save`, and with this package, in turn.
 
-The workload and the forty lines are given by path: a folder with `job.py` and `peer_naive.py`. Both take three steps of
-the same model. Ratios are to the bare step measured in the same repeat; bytes are those on disk after three steps.
+The workload and the forty lines are given by path: a folder with `job.py` and `peer_naive.py`. Both take eight steps of
+the same model. Ratios are to the bare step measured in the same repeat; bytes are those on disk of one step.
 
     python benchmarks/peers.py ../shared/peers [--size small] [--repeats 5]
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from overhead import ARMS, run
 
-STEPS = "3"
+STEPS = "8"
 
 
 def naive(folder: Path, size: str) -> tuple[float, float]:
@@ -29,7 +29,7 @@ def naive(folder: Path, size: str) -> tuple[float, float]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(words, capture_output=True, text=True, env=environment, check=True)
     told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    return float(told["ratio"]), float(told["MB"])
+    return float(told["ratio"]), float(told["MB"]) / int(STEPS)
 
 
 def main() -> None:
@@ -49,10 +49,10 @@ def main() -> None:
         for arm in ("summaries", "full"):
             _, output, nbytes = run(job, ARMS[arm])
             ratios[arm].append(json.loads(output.splitlines()[-1])["cpu_s_per_step"] / bare)
-            megabytes[arm] = nbytes / 1e6
+            megabytes[arm] = nbytes / 1e6 / int(STEPS)
     for way, found in ratios.items():
         spread = f"{statistics.median(found):.2f}x bare ({min(found):.2f} to {max(found):.2f})"
-        print(f"{way:22s}{spread}, {megabytes[way]:.0f} MB for {STEPS} steps")
+        print(f"{way:22s}{spread}, {megabytes[way]:.1f} MB a step")
 
 
 if __name__ == "__main__":

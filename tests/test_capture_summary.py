@@ -129,11 +129,27 @@ def test_the_compiled_reduction_refuses_buffers_that_do_not_fit() -> None:
         pytest.skip("the compiled reduction was not built: no C compiler when the package was installed")
     tensor, index = torch.ones(10), np.arange(10)
     sketch, sample = np.zeros(SKETCH_K, np.float32), np.zeros(SAMPLES, np.float32)
-    fits = (tensor.data_ptr(), 10, 0, sketch, index, sample)
+    fits = (tensor.data_ptr(), 10, 0, sketch, index, sample, 0)
     assert summary.compiled.reduce(*fits)[0] == 10
     for at, wrong in ((2, 3), (3, sketch[1:].copy()), (4, index + 1), (5, sample[:9].copy())):
         with pytest.raises(ValueError, match="a buffer has another size, or an index is outside the tensor"):
             summary.compiled.reduce(*fits[:at], wrong, *fits[at + 1 :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64])
+@pytest.mark.parametrize("size", [1, 7, 4016, 30_001])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_copy_taken_on_the_way_has_every_element_and_nothing_beyond(
+    dtype: torch.dtype, size: int, shift: int
+) -> None:
+    tensor = torch.randn(2 * size, generator=torch.Generator().manual_seed(6)).to(dtype)[::2]
+    room = torch.full((size + 4,), 9.0, dtype=dtype)
+    sketch, sample = np.zeros(SKETCH_K, np.float32), np.zeros(SAMPLES, np.float32)
+    found = summary.host_row(tensor, "x", summary.Scratch(), sketch, sample, room[shift : shift + size])
+    assert torch.equal(room[shift : shift + size], tensor)
+    assert torch.equal(room[:shift], torch.full((shift,), 9.0, dtype=dtype))
+    assert torch.equal(room[shift + size :], torch.full((4 - shift,), 9.0, dtype=dtype))
+    assert (found, sketch.tobytes()) == (host(tensor)[0], host(tensor)[1].tobytes())
 
 
 def test_an_empty_tensor_gives_zeros() -> None:

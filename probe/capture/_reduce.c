@@ -3,13 +3,17 @@
  * The definitions are those of `probe/capture/summary.py`, which computes the same without this module where it was not
  * built: S_j = sum over i = j (mod k) of sign(i / k) x_i, one sign per row of k elements (SplitMix64's finaliser).
  * Products and sums are in single precision within a block of 16 rows and in double precision across blocks; double
- * throughout for double input. An element is read once from memory, and a block stays in the first-level cache.
+ * throughout for double input. An element is read once from memory, and a block stays in the first-level cache; where a
+ * copy is wanted too, it is written while the block is there, past the caches, which the training needs for itself.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #define K 251
 /* Rows whose sums are kept in single precision: 16 cost 10 % of time against 64, and halve the rounding. */
@@ -21,6 +25,28 @@ typedef float f8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
 typedef double d4 __attribute__((vector_size(32)));
 typedef int64_t l4 __attribute__((vector_size(32)));
+
+/* Copy a block; `to` may be NULL. Streaming stores need 16-byte places, which all blocks but the last fill. */
+static inline void copy_block(void *to, const void *from, size_t nbytes)
+{
+    if (to == NULL)
+        return;
+#if defined(__SSE2__)
+    if ((uintptr_t)to % 16 == 0) {
+        size_t whole = nbytes / 16;
+        for (size_t i = 0; i < whole; i++)
+            _mm_stream_si128((__m128i *)to + i, _mm_loadu_si128((const __m128i *)from + i));
+        memcpy((char *)to + whole * 16, (const char *)from + whole * 16, nbytes % 16);
+        return;
+    }
+#endif
+    memcpy(to, from, nbytes);
+}
+
+static inline void *after(void *place, size_t nbytes)
+{
+    return place == NULL ? NULL : (char *)place + nbytes;
+}
 
 struct sums {
     double total, squares, absolute, largest;
@@ -78,7 +104,7 @@ static inline double sign_of_row(uint64_t row)
 
 /* Sketch and sums of n elements that begin at row `first`; `partial` holds k and a few. */
 #define DEFINE_REDUCE(NAME, TARGET, REAL, BLOCK_SUMS)                                                                          \
-    TARGET static inline void NAME(const REAL *x, int64_t n, uint64_t first, double *sketch, struct sums *out)                 \
+    TARGET static inline void NAME(const REAL *x, int64_t n, uint64_t first, double *sketch, struct sums *out, void *copy)     \
     {                                                                                                                   \
         REAL partial[K];                                                                                                \
         for (int64_t begin = 0; begin < n; begin += BLOCK * K) {                                                        \
@@ -96,6 +122,7 @@ static inline double sign_of_row(uint64_t row)
             for (int j = 0; j < K; j++)                                                                                 \
                 sketch[j] += partial[j];                                                                                \
             BLOCK_SUMS(x + begin, end - begin, out);                                                                    \
+            copy_block(after(copy, (size_t)begin * sizeof *x), x + begin, (size_t)(end - begin) * sizeof *x);           \
         }                                                                                                               \
     }
 
@@ -105,7 +132,7 @@ static inline double sign_of_row(uint64_t row)
     DEFINE_BLOCK_SUMS(block_sums_double_##SET, TARGET, double, d4, l4, 4, ABSOLUTE4)                                    \
     DEFINE_REDUCE(reduce_float_##SET, TARGET, float, block_sums_float_##SET)                                            \
     DEFINE_REDUCE(reduce_double_##SET, TARGET, double, block_sums_double_##SET)                                         \
-    TARGET static void reduce_bfloat16_##SET(const uint16_t *x, int64_t n, double *sketch, struct sums *out)            \
+    TARGET static void reduce_bfloat16_##SET(const uint16_t *x, int64_t n, double *sketch, struct sums *out, void *copy)   \
     {                                                                                                                   \
         float wide[BLOCK * K];                                                                                          \
         for (int64_t begin = 0; begin < n; begin += BLOCK * K) {                                                        \
@@ -114,17 +141,18 @@ static inline double sign_of_row(uint64_t row)
                 uint32_t bits = (uint32_t)x[begin + i] << 16;                                                           \
                 memcpy(wide + i, &bits, sizeof bits);                                                                   \
             }                                                                                                           \
-            reduce_float_##SET(wide, count, (uint64_t)(begin / K), sketch, out);                                        \
+            reduce_float_##SET(wide, count, (uint64_t)(begin / K), sketch, out, NULL);                                  \
+            copy_block(after(copy, (size_t)begin * sizeof *x), x + begin, (size_t)count * sizeof *x);                   \
         }                                                                                                               \
     }                                                                                                                   \
-    static void reduce_##SET(const void *x, int64_t n, int type, double *sketch, struct sums *out)                      \
+    static void reduce_##SET(const void *x, int64_t n, int type, double *sketch, struct sums *out, void *copy)          \
     {                                                                                                                   \
         if (type == FLOAT32)                                                                                            \
-            reduce_float_##SET(x, n, 0, sketch, out);                                                                   \
+            reduce_float_##SET(x, n, 0, sketch, out, copy);                                                             \
         else if (type == FLOAT64)                                                                                       \
-            reduce_double_##SET(x, n, 0, sketch, out);                                                                  \
+            reduce_double_##SET(x, n, 0, sketch, out, copy);                                                            \
         else                                                                                                            \
-            reduce_bfloat16_##SET(x, n, sketch, out);                                                                   \
+            reduce_bfloat16_##SET(x, n, sketch, out, copy);                                                             \
     }
 
 DEFINE_FOR(any, )
@@ -132,7 +160,7 @@ DEFINE_FOR(any, )
 DEFINE_FOR(avx2, __attribute__((target("avx2,fma"))))
 #endif
 
-static void (*reduce_best)(const void *, int64_t, int, double *, struct sums *) = reduce_any;
+static void (*reduce_best)(const void *, int64_t, int, double *, struct sums *, void *) = reduce_any;
 
 static double value_at(const void *data, int64_t index, int type)
 {
@@ -148,13 +176,14 @@ static double value_at(const void *data, int64_t index, int type)
 
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "reduce(address, numel, type, sketch, index, sample)");
+    if (count != 7) {
+        PyErr_SetString(PyExc_TypeError, "reduce(address, numel, type, sketch, index, sample, copy)");
         return NULL;
     }
     const void *data = PyLong_AsVoidPtr(args[0]);
     int64_t n = PyLong_AsLongLong(args[1]);
     int type = (int)PyLong_AsLong(args[2]);
+    void *copy = PyLong_AsVoidPtr(args[6]);
     if (PyErr_Occurred())
         return NULL;
     Py_buffer sketch_view, index_view, sample_view;
@@ -181,7 +210,11 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (fits) {
         double wide[K] = {0};
         PyThreadState *state = n > 32768 ? PyEval_SaveThread() : NULL;
-        reduce_best(data, n, type, wide, &found);
+        reduce_best(data, n, type, wide, &found, copy);
+#if defined(__SSE2__)
+        if (copy != NULL)
+            _mm_sfence(); /* another thread will read the copy */
+#endif
         if (!isfinite(found.absolute)) {
             /* A comparison loses a NaN that a larger number follows: count, and look again. */
             found.largest = 0;
@@ -212,7 +245,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
 
 static PyMethodDef methods[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL,
-     "reduce(address, numel, type, sketch, index, sample) -> (sum, l2, sum |x|, max |x|, non-finite, numel)"},
+     "reduce(address, numel, type, sketch, index, sample, copy) -> (sum, l2, sum |x|, max |x|, non-finite, numel)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -22,16 +22,22 @@ class Copies:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor: in host memory contiguous, on an accelerator as it lies there (the writer fetches it)."""
         tensor = tensor.detach()
-        if tensor.device.type != "cpu" or not tensor.numel():
+        if tensor.device.type != "cpu":
             return tensor.clone()
+        copy = self.room_for(tensor)
+        copy.copy_(tensor)
+        return copy
+
+    def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give a contiguous tensor in host memory of the same shape and type; its values are undefined."""
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
         nbytes = tensor.numel() * tensor.element_size()
         try:
             buffer = self._free[nbytes].pop()
         except (KeyError, IndexError):
             buffer = torch.empty(nbytes, dtype=torch.uint8)
-        copy = buffer.view(tensor.dtype).view(tensor.shape)
-        copy.copy_(tensor)
-        return copy
+        return buffer.view(tensor.dtype).view(tensor.shape)
 
     def give_back(self, copies: Iterable[torch.Tensor]) -> None:
         """Use the memory of copies again; nobody may read them any more."""

@@ -184,6 +184,7 @@ class Recorder:
                 return
             row = self._rows.add(key, order, dtype, shape, where, text)
             rows = self._rows
+            keeps, kept = self.plan.keeps(key.kind, key.name, key.item), None
             if part is not None:
                 numbers = part_row(value, key.name, part, self._scratch)
                 if value.device.type == "cpu":
@@ -191,7 +192,9 @@ class Recorder:
                 else:
                     rows.on_device.append((row, numbers))
             elif value.device.type == "cpu":
-                sums = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row])
+                if keeps:
+                    kept = self._copies.room_for(value)
+                sums = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row], kept)
                 rows.sums[row], rows.counts[row] = sums[:4], sums[4:]
                 if sums[5] == 1:
                     rows.value[row] = sums[0]
@@ -199,8 +202,8 @@ class Recorder:
                 rows.on_device.append((row, summary.device_row(value, key.name, self._scratch)))
             if exact and part is None:
                 rows.hash[row] = summary.fingerprint(value)
-            if self.plan.keeps(key.kind, key.name, key.item):
-                rows.tensors[key] = self._copies.of(value)
+            if keeps:
+                rows.tensors[key] = self._copies.of(value) if kept is None else kept
 
     def scalar(self, key: Key, value: Scalar, where: str = "", dtype: str | None = None) -> None:
         """Keep a Python number, truth value or text."""

@@ -203,6 +203,7 @@ def host_row(
     scratch: Scratch,
     sketch: npt.NDArray[np.float32],
     sample: npt.NDArray[np.float32],
+    copy: torch.Tensor | None = None,
 ) -> tuple[float, float, float, float, int, int]:
     """Summarise a tensor in host memory: the same numbers as `device_row`, written in place.
 
@@ -215,24 +216,33 @@ def host_row(
         scratch: Work space.
         sketch: [K], overwritten.
         sample: [N], overwritten as far as there are values.
+        copy: Contiguous, of the tensor's shape and type; gets its values, if it has any.
 
     Returns:
         sum, l2, sum |x|, max |x|, number of non-finite elements, number of elements.
     """
-    tensor = as_real(tensor.detach())
+    given = tensor.detach()
+    tensor = as_real(given)
     numel = tensor.numel()
     if numel == 0:
         sketch[:] = 0.0
         return 0.0, 0.0, 0.0, 0.0, 0, 0
     index = sample_index(name, numel)
     if compiled is not None:
+        address = 0
+        if copy is not None and given.dtype in COMPILED_TYPES:
+            address = copy.data_ptr()
+        elif copy is not None:
+            copy.copy_(given)
         if tensor.dtype not in COMPILED_TYPES:
             tensor = flat_numbers(tensor, scratch)
         flat = tensor.contiguous()
         numbers: tuple[float, float, float, float, int, int] = compiled.reduce(
-            flat.data_ptr(), numel, COMPILED_TYPES[flat.dtype], sketch, index, sample
+            flat.data_ptr(), numel, COMPILED_TYPES[flat.dtype], sketch, index, sample, address
         )
         return numbers
+    if copy is not None:
+        copy.copy_(given)
     return _host_row_by_torch(flat_numbers(tensor, scratch), index, scratch, sketch, sample)
 
 
