@@ -100,6 +100,8 @@ def test_two_models_that_train_each_other_keep_their_names_apart_and_each_update
     assert numbers(capture, "lr/lr") == [0.02, 0.01] * 3
     judged_twice = [key.label for key in of_judge.keys if key.kind is Kind.FORWARD and key.name == "model1"]
     assert judged_twice == ["forward/model1", "forward/model1#2"]
+    through_maker = [key.label for key in of_maker.keys if key.kind is Kind.BACKWARD and "model1" not in key.name]
+    assert through_maker == ["backward/2", "backward/(root)", "backward/1", "backward/0"]
 
 
 def test_two_optimizers_on_one_backward_pass_share_the_step(runs: Runs) -> None:

@@ -13,7 +13,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -315,8 +315,10 @@ class Taps:
 
     def _backward(self, step: int, key: Key, where: str, gradient: torch.Tensor) -> None:
         recorder = self.recorder
-        if recorder.recording and recorder.step == step:
-            recorder.tensor(key, gradient, where)
+        if recorder.recording:
+            # What one update computed may be trained through in the next: a generator's output, between two optimizers.
+            late = recorder.step != step
+            recorder.tensor(replace(key, microbatch=recorder.microbatch) if late else key, gradient, where)
 
 
 class _Inside:
