@@ -27,6 +27,15 @@ struct found {
     uint32_t ulps;
 };
 
+/* The larger of each pair; what the second has is never negative, nor NaN where it counts. */
+#define UNSIGNED_any(one, two) (((one) & (u8)((one) > (two))) | ((two) & ~(u8)((one) > (two))))
+#define DOUBLE_any(one, two) ((d4)(((l4)(one) & ((one) > (two))) | ((l4)(two) & ~((one) > (two)))))
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define UNSIGNED_avx2(one, two) ((u8)_mm256_max_epu32((__m256i)(one), (__m256i)(two)))
+#define DOUBLE_avx2(one, two) ((d4)_mm256_max_pd((__m256d)(one), (__m256d)(two)))
+#endif
+
 /* Both loads leave the bits of eight fp32 numbers. */
 #define LOAD_FLOAT32(bits, data, i) memcpy(&bits, (const float *)(data) + (i), sizeof bits)
 #define LOAD_BFLOAT16(bits, data, i)                                                                                     \
@@ -36,15 +45,16 @@ struct found {
         bits = (i8)(__builtin_convertvector(half, u8) << 16);                                                            \
     } while (0)
 
-/* n is a multiple of LANES, and at most 2^30: lanes count in 32 bits. A macro, for a compiler lowers the vectors of an
- * inline function before it knows for which processor. */
-#define DEFINE_COMPARE(NAME, TARGET, LOAD)                                                                               \
+/* n is a multiple of LANES, and at most 2^30: lanes count in 32 bits. With ALL, every element is tested for being finite;
+ * without, the numbers are right if `nonfinite` comes out zero. A macro, for a compiler lowers the vectors of an inline
+ * function before it knows for which processor. */
+#define DEFINE_COMPARE(NAME, TARGET, LOAD, ALL, MOST_UNSIGNED, MOST_DOUBLE)                                              \
     TARGET static void NAME(const void *a, const void *b, int64_t n, struct found *out)                                  \
     {                                                                                                                    \
         const i8 magnitude = (i8){0} + 0x7fffffff, infinite = (i8){0} + 0x7f800000;                                      \
-        const i8 lowest = (i8){0} + INT32_MIN;                                                                           \
         const l4 positive = (l4){0} + INT64_MAX;                                                                         \
-        i8 different = {0}, nonfinite = {0}, ulps = lowest; /* biased, for compilers compare signed numbers faster */    \
+        i8 different = {0}, nonfinite = {0};                                                                             \
+        u8 ulps = {0};                                                                                                   \
         d4 squares[2] = {{0}}, largest[2] = {{0}};                                                                       \
         for (int64_t i = 0; i < n; i += LANES) {                                                                         \
             i8 x, y;                                                                                                     \
@@ -52,47 +62,58 @@ struct found {
             LOAD(y, b, i);                                                                                               \
             i8 size_x = x & magnitude, size_y = y & magnitude;                                                           \
             i8 finite = (size_x < infinite) & (size_y < infinite);                                                       \
-            i8 equal = ((f8)x == (f8)y) | ((size_x > infinite) & (size_y > infinite));                                   \
-            different -= ~equal;                                                                                         \
-            nonfinite -= ~equal & ~finite;                                                                               \
-            /* Numbers in order: the bits of a negative one count down from zero. */                                     \
-            i8 sign_x = x >> 31, sign_y = y >> 31;                                                                       \
-            i8 order_x = (size_x ^ sign_x) - sign_x, order_y = (size_y ^ sign_y) - sign_y;                               \
-            i8 less = order_x < order_y;                                                                                 \
-            i8 apart = (i8)((((u8)order_x - (u8)order_y) ^ (u8)less) - (u8)less);                                        \
-            apart = (apart & finite) ^ lowest;                                                                           \
-            i8 more = apart > ulps;                                                                                      \
-            ulps = (apart & more) | (ulps & ~more);                                                                      \
+            if (ALL) {                                                                                                   \
+                i8 equal = ((f8)x == (f8)y) | ((size_x > infinite) & (size_y > infinite));                               \
+                different -= ~equal;                                                                                     \
+                nonfinite -= ~equal & ~finite;                                                                           \
+            } else {                                                                                                     \
+                different -= (i8)((f8)x != (f8)y);                                                                       \
+                nonfinite |= ~finite;                                                                                    \
+            }                                                                                                            \
+            /* From one number to the next the bits count by one, down from zero where the sign is set: numbers of one   \
+             * sign are as far apart as their bits, others as both are from zero. */                                     \
+            i8 apart_signs = (x ^ y) >> 31;                                                                              \
+            u8 apart = (u8)(size_x - ((size_y ^ apart_signs) - apart_signs));                                            \
+            i8 flip = ((i8)apart >> 31) & ~apart_signs;                                                                  \
+            apart = (apart ^ (u8)flip) - (u8)flip;                                                                       \
+            ulps = MOST_UNSIGNED(ulps, ALL ? apart & (u8)finite : apart);                                                \
+            f4 one[2], two[2];                                                                                           \
+            i4 keep[2];                                                                                                  \
+            memcpy(one, &x, sizeof one);                                                                                 \
+            memcpy(two, &y, sizeof two);                                                                                 \
+            memcpy(keep, &finite, sizeof keep);                                                                          \
             for (int half = 0; half < 2; half++) {                                                                       \
-                f4 one, two;                                                                                             \
-                i4 keep;                                                                                                 \
-                memcpy(&one, (const char *)&x + 16 * half, 16);                                                          \
-                memcpy(&two, (const char *)&y + 16 * half, 16);                                                          \
-                memcpy(&keep, (const char *)&finite + 16 * half, 16);                                                    \
-                d4 delta = __builtin_convertvector(one, d4) - __builtin_convertvector(two, d4);                          \
-                delta = (d4)((l4)delta & __builtin_convertvector(keep, l4) & positive);                                  \
-                squares[half] += delta * delta;                                                                          \
-                l4 larger = delta > largest[half];                                                                       \
-                largest[half] = (d4)(((l4)delta & larger) | ((l4)largest[half] & ~larger));                              \
+                d4 delta = __builtin_convertvector(one[half], d4) - __builtin_convertvector(two[half], d4);              \
+                l4 size = (l4)delta & positive; /* in the order of the numbers, for none has a sign */                   \
+                if (ALL)                                                                                                 \
+                    size &= __builtin_convertvector(keep[half], l4);                                                     \
+                squares[half] += (d4)size * (d4)size;                                                                    \
+                largest[half] = MOST_DOUBLE(largest[half], (d4)size);                                                    \
             }                                                                                                            \
         }                                                                                                                \
         for (int lane = 0; lane < LANES; lane++) {                                                                       \
             double most = largest[lane / 4][lane % 4];                                                                   \
-            uint32_t apart = (uint32_t)ulps[lane] ^ 0x80000000u;                                                         \
             out->different += different[lane];                                                                           \
-            out->nonfinite += nonfinite[lane];                                                                           \
+            out->nonfinite += ALL ? nonfinite[lane] : nonfinite[lane] != 0;                                              \
             out->squares += squares[lane / 4][lane % 4];                                                                 \
             out->largest = most > out->largest ? most : out->largest;                                                    \
-            out->ulps = apart > out->ulps ? apart : out->ulps;                                                           \
+            out->ulps = ulps[lane] > out->ulps ? ulps[lane] : out->ulps;                                                 \
         }                                                                                                                \
     }
 
 #define DEFINE_FOR(SET, TARGET)                                                                                          \
-    DEFINE_COMPARE(compare_float32_##SET, TARGET, LOAD_FLOAT32)                                                          \
-    DEFINE_COMPARE(compare_bfloat16_##SET, TARGET, LOAD_BFLOAT16)                                                        \
+    DEFINE_COMPARE(finite_float32_##SET, TARGET, LOAD_FLOAT32, 0, UNSIGNED_##SET, DOUBLE_##SET)                          \
+    DEFINE_COMPARE(finite_bfloat16_##SET, TARGET, LOAD_BFLOAT16, 0, UNSIGNED_##SET, DOUBLE_##SET)                        \
+    DEFINE_COMPARE(all_float32_##SET, TARGET, LOAD_FLOAT32, 1, UNSIGNED_##SET, DOUBLE_##SET)                             \
+    DEFINE_COMPARE(all_bfloat16_##SET, TARGET, LOAD_BFLOAT16, 1, UNSIGNED_##SET, DOUBLE_##SET)                           \
     static void compare_##SET(const void *a, const void *b, int64_t n, int type, struct found *out)                      \
     {                                                                                                                    \
-        (type == BFLOAT16 ? compare_bfloat16_##SET : compare_float32_##SET)(a, b, n, out);                               \
+        struct found before = *out;                                                                                      \
+        (type == BFLOAT16 ? finite_bfloat16_##SET : finite_float32_##SET)(a, b, n, out);                                 \
+        if (out->nonfinite == before.nonfinite)                                                                          \
+            return;                                                                                                      \
+        *out = before;                                                                                                   \
+        (type == BFLOAT16 ? all_bfloat16_##SET : all_float32_##SET)(a, b, n, out);                                       \
     }
 
 DEFINE_FOR(any, )
