@@ -151,4 +151,4 @@ def matches(pattern: re.Pattern[str] | None, name: str, item: str) -> bool:
         return False
     if pattern.fullmatch(name):
         return True
-    return bool(item) and pattern.fullmatch(name + (item if item[0] in "[." else f":{item}")) is not None
+    return bool(item) and pattern.fullmatch(name + (item if item[0] in "[.(" else f":{item}")) is not None

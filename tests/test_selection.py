@@ -7,7 +7,7 @@ import re
 import pytest
 
 from probe.errors import PlanError
-from probe.point import Kind
+from probe.point import Key, Kind
 from probe.selection import StepSet, glob_pattern, matches, nearest, parse_steps, patterns_by_kind, split_kind
 
 
@@ -92,6 +92,15 @@ def test_selections_match_by_name_or_by_name_with_item() -> None:
     assert matches(patterns[Kind.FORWARD], "mlp", "[1]")
     assert not matches(patterns[Kind.FORWARD], "mlp", "[0]")
     assert patterns[Kind.LOSS] is None
+
+
+def test_every_label_that_is_shown_selects_its_quantity_and_no_other_item_of_it() -> None:
+    items = ("", "[0]", ".q", "(result)", "(gradient)[1]", "before")
+    keys = [Key(kind=Kind.CALL, name="blocks.0.attention", item=item) for item in items]
+    for key in keys:
+        pattern = patterns_by_kind((key.label,))[Kind.CALL]
+        found = [each.item for each in keys if matches(pattern, each.name, each.item)]
+        assert found == (list(items) if not key.item else [key.item])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from probe.capture.session import after_import
 from probe.capture.taps import in_recompute, tensors_in
 from probe.point import Key, Kind
 
+# A quantity is `MODULE.NAME` and its item: `call/blocks.3.attn.attention(result)`.
 RESULT, GRADIENT = "(result)", "(gradient)"
 """Items of what a call returned, and of the gradient that reached it; arguments are `.name`."""
 
@@ -97,9 +98,11 @@ class Calls:
                 return inner(*args, **kwargs)
             recorder = self._recorder
             recorder.count(f"calls of {name}")
-            call = recorder.next_call(Kind.CALL, name)
-            key = Key(kind=Kind.CALL, name=name, microbatch=recorder.microbatch, call=call)
+            # Counted by module: a call that one arm lacks must not shift those of the other modules.
             module = self._calling_module()
+            called = f"{module}.{name}" if module else name
+            call = recorder.next_call(Kind.CALL, called)
+            key = Key(kind=Kind.CALL, name=called, microbatch=recorder.microbatch, call=call)
             where = f"called in {module}" if module else "called outside of any module"
             for argument, value in arguments_of(args, kwargs).items():
                 self._keep(key, f".{argument}", value, where)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,8 +24,10 @@ from typing import Any
 from probe.capture.session import REQUEST, Request
 from probe.errors import CaptureError, listed
 from probe.plan import Plan, default_plan, load_plan
+from probe.selection import glob_pattern, matches, split_kind
 from probe.store.folder import create_capture, write_manifest
-from probe.store.layout import NOTES_FOLDER
+from probe.store.layout import NAMES_FILE, NOTES_FOLDER, rank_folder
+from probe.store.problems import read_json
 from probe.store.reader import Capture, open_capture
 
 NOTHING_RECORDED = 2
@@ -100,15 +103,16 @@ def record(options: RecordOptions) -> int:
     print(f"probe: recorded {summary_line(ended.capture)} in {options.output}", file=sys.stderr)
     for problem in ended.capture.problems:
         print(f"probe: {problem}", file=sys.stderr)
-    for warning in _warnings(plan, ended.notes):
+    asked = plan.narrowed(full=options.full)
+    for warning in (*_uncalled(asked, ended.notes), *_unmatched(asked, ended.capture)):
         print(f"probe: {warning}", file=sys.stderr)
     if any(note["problem"] for note in ended.notes):
         return ended.status or NOTHING_RECORDED
     return ended.status
 
 
-def _warnings(plan: Plan, notes: Sequence[dict[str, Any]]) -> list[str]:
-    """Say what of the plan was not recorded by any process, or could not be by one."""
+def _uncalled(plan: Plan, notes: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what the processes warned of, and which functions of the plan were not called in any."""
     found = dict.fromkeys(warning for note in notes for warning in note["warnings"])
     counts = [note["events"] for note in notes]
     for name, path in plan.calls:
@@ -118,6 +122,33 @@ def _warnings(plan: Plan, notes: Sequence[dict[str, Any]]) -> list[str]:
             why = "was never called eagerly in a recorded step" if wrapped else f"is in {module!r}, never imported"
             found[f"Function {path!r} of the plan {why}: nothing of it is recorded."] = None
     return list(found)
+
+
+def _unmatched(plan: Plan, capture: Capture) -> list[str]:
+    """Say which selections of the plan select nothing of what there was: they are misspelled, most likely.
+
+    What is to be recorded, or kept, must have been; what is left out must be the name of a module or a parameter.
+    """
+    rank = capture.ranks[0]
+    steps = capture.steps(rank)
+    file = capture.path / rank_folder(rank) / NAMES_FILE
+    told = read_json(file) if file.is_file() else {}
+    modules = {each["name"] for each in told.get("names", ())} | set(told.get("inside_compiled", ()))
+    keys = {key for step in {steps[0], steps[-1]} for key in capture.rows(rank, step).keys} if steps else set()
+    found = []
+    for role in ("include", "exclude", "full", "inside_compiled"):
+        for selection in getattr(plan, role):
+            kind, glob = split_kind(selection)
+            pattern = glob_pattern((glob,))
+            # What is left out has no key, so that the item of its name is not known.
+            bare = glob_pattern((re.sub(r"(\[[^\]]*\]|\([^)]*\)|:\w+)$", "", glob),))
+            recorded = any(kind in (None, key.kind) and matches(pattern, key.name, key.item) for key in keys)
+            if role in ("include", "full"):
+                if not recorded:
+                    found.append(f"Selection {selection!r} of {role} matches nothing that was recorded.")
+            elif not recorded and not any(matches(pattern, name, "") or matches(bare, name, "") for name in modules):
+                found.append(f"Selection {selection!r} of {role} matches no module, and nothing that was recorded.")
+    return found
 
 
 def make_request(options: RecordOptions, plan: Plan) -> Request:

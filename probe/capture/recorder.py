@@ -110,8 +110,11 @@ class Recorder:
         return os.getpid() == self.pid
 
     def warn(self, message: str) -> None:
-        """Tell at the end of the run, through the launcher, that something of the plan is not recorded."""
-        self.warnings.append(message)
+        """Tell, now and at the end of the run through the launcher, that something of the plan is not recorded."""
+        if message not in self.warnings:
+            self.warnings.append(message)
+            if launched_rank() == 0:
+                print(f"probe: {message}", file=sys.stderr, flush=True)
 
     def next_call(self, kind: Kind, name: str, item: str = "") -> int:
         """Number this firing of a point within the microbatch."""
@@ -244,21 +247,7 @@ class Recorder:
 
     def forget(self, kind: Kind) -> None:
         """Drop the rows of a kind that a later reading in the same step replaces."""
-        rows = self._rows
-        keep = [i for i, key in enumerate(rows.keys) if key.kind is not kind]
-        if len(keep) == len(rows.keys):
-            return
-        renumber = {old: new for new, old in enumerate(keep)}
-        for name in ("keys", "order", "dtype", "shape", "text", "where"):
-            column = getattr(rows, name)
-            setattr(rows, name, [column[i] for i in keep])
-        for array in (rows.value, rows.sums, rows.counts, rows.sketch, rows.sample):
-            array[: len(keep)] = array[keep]
-            array[len(keep) :] = 0 if array.dtype == np.int64 else np.nan
-        rows.seen = {key: i for i, key in enumerate(rows.keys)}
-        rows.hash = {renumber[i]: digest for i, digest in rows.hash.items() if i in renumber}
-        rows.on_device = [(renumber[i], row) for i, row in rows.on_device if i in renumber]
-        rows.tensors = {key: tensor for key, tensor in rows.tensors.items() if key.kind is not kind}
+        self._rows.forget(kind)
 
     # ------------------------------------------------------------------ writing
     def _submit(self) -> None:

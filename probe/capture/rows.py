@@ -71,6 +71,23 @@ class Rows:
         for array in (self.value, self.sums, self.counts, self.sketch):
             array[target] = array[source]
 
+    def forget(self, kind: Kind) -> None:
+        """Drop the rows of a kind; the others keep their order."""
+        keep = [i for i, key in enumerate(self.keys) if key.kind is not kind]
+        if len(keep) == len(self.keys):
+            return
+        renumber = {old: new for new, old in enumerate(keep)}
+        for name in ("keys", "order", "dtype", "shape", "text", "where"):
+            column = getattr(self, name)
+            setattr(self, name, [column[i] for i in keep])
+        for array in (self.value, self.sums, self.counts, self.sketch, self.sample):
+            array[: len(keep)] = array[keep]
+            array[len(keep) :] = 0 if array.dtype == np.int64 else np.nan
+        self.seen = {key: i for i, key in enumerate(self.keys)}
+        self.hash = {renumber[i]: digest for i, digest in self.hash.items() if i in renumber}
+        self.on_device = [(renumber[i], row) for i, row in self.on_device if i in renumber]
+        self.tensors = {key: tensor for key, tensor in self.tensors.items() if key.kind is not kind}
+
     def _grow(self) -> None:
         def doubled(array: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
             return np.concatenate([array, np.full_like(array, fill)])
