@@ -12,6 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import xxhash
 from click.testing import CliRunner
 from step_rows import RUN_ID, as_comparable, forward_keys, make_capture, make_rows, random_tensor
 
@@ -442,3 +443,36 @@ def test_h5dump_and_plain_h5py_show_the_numbers(tmp_path: Path) -> None:
         pytest.skip("h5dump is not installed")
     dumped = subprocess.run(["h5dump", "-d", "/order", str(file)], capture_output=True, text=True, check=True).stdout
     assert ", ".join(map(str, expected.order)) in " ".join(dumped.split())
+
+
+def test_the_documented_layout_is_enough_to_put_a_step_together_with_plain_h5py(tmp_path: Path) -> None:
+    """Follow README's words for a packed file, with h5py and xxhash alone, to the digest that the segment had."""
+    path = capture_of_all(tmp_path / "c")
+    with h5py.File(path / "rank00000/step00000002.h5") as segment:
+        names, digest = sorted(set(segment) - {"tensors"}), segment.attrs["tables_xxh3_128"]
+    list(pack(open_capture(path), compress=True, remove=True))
+    with h5py.File(path / "packed/rank00000.h5") as file:
+        assert {name: file.attrs[name] for name in ("probe_format", "probe_format_version", "run_id", "rank")} == {
+            "probe_format": b"probe-packed",
+            "probe_format_version": 1,
+            "run_id": RUN_ID.encode(),
+            "rank": 0,
+        }
+        s = file["step"][()].tolist().index(2)
+        row = file["row"][s]
+        order = [q for q in np.argsort(row, kind="stable") if row[q] >= 0]
+        count = dict(zip(("text", "sketch", "sample"), file["stored"][s], strict=True))
+        content = b""
+        for name in names:
+            if name in count:
+                table = file[name][s][: count[name]]
+            elif name in ("dtype", "shape", "where", "tensor"):
+                table = file[name][()][file[f"{name}_row"][s][order]]
+            elif name in ("quantity", "kind", "name", "item", "microbatch", "call"):
+                table = file[name][()][order]
+            else:
+                table = file[name][s][order]
+            content += name.encode() + b"\0"
+            content += b"".join(text + b"\0" for text in table) if table.dtype.kind in "SO" else table.tobytes()
+        assert file["tables_xxh3_128"][s] == digest == xxhash.xxh3_128_hexdigest(content).encode()
+        assert len(file["tensors/step00000002"]) == len(TENSORS)
