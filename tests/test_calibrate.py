@@ -141,6 +141,15 @@ def test_a_multiple_that_means_nothing_is_refused(k: float) -> None:
     )
 
 
+def test_a_run_that_lacks_steps_of_the_others_is_refused() -> None:
+    with pytest.raises(ToleranceError) as raised:
+        calibrate([run("a", steps=(1, 2, 3)), run("b", steps=(1,)), run("c", steps=(1, 2, 3))])
+    assert str(raised.value) == (
+        "The capture 'b' lacks step 2, 3, which 'a' has: the tolerances would not cover it. Leave the capture out, or "
+        "record it again with the same --steps."
+    )
+
+
 def test_runs_without_a_common_step_are_refused() -> None:
     with pytest.raises(ToleranceError) as raised:
         calibrate([run("a", steps=(1, 2)), run("b", steps=(3, 4))])

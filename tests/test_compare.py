@@ -323,6 +323,29 @@ def test_a_run_that_stopped_early_is_different() -> None:
     assert comparison.reason == "The candidate 'opt-0' lacks step 3 of the baseline: it stopped early."
 
 
+def test_a_run_that_was_killed_or_failed_before_its_last_step_is_not_comparable() -> None:
+    short = candidate(steps=(1, 2))
+    killed = replace(short, problems=("rank 0 was not closed cleanly, last step 2",))
+    failed = replace(short, manifest={**short.manifest, "exit_status": 1})
+    for short_run, how in ((killed, "was interrupted"), (failed, "ended with status 1")):
+        comparison = judged(short_run)
+        assert comparison.outcome is Outcome.NOT_COMPARABLE
+        assert comparison.reason.startswith(
+            f"The candidate 'opt-0' lacks step 3 of the baseline: its run {how}. Record it again."
+        )
+
+
+def test_a_run_that_the_tolerances_were_calibrated_from_is_no_candidate() -> None:
+    with pytest.raises(IncomparableError) as raised:
+        compare([candidate()], [BASE[1]], TOLERANCES)
+    assert str(raised.value) == (
+        "The candidate 'base-1' is one of the runs that the tolerances were calibrated from, so that it is within them "
+        "whatever it holds. Give the capture of the branch as the candidate, after the baseline; give --same-code if "
+        "this is meant."
+    )
+    assert compare([candidate()], [BASE[1]], TOLERANCES, same_code=True).outcome is Outcome.EQUIVALENT
+
+
 def test_a_run_that_was_to_record_other_steps_is_not_comparable() -> None:
     short = candidate(steps=(1, 2))
     told = replace(short, manifest={**short.manifest, "config": {**short.manifest["config"], "steps": "1-2"}})

@@ -68,6 +68,7 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
         raise ToleranceError(
             f"The {len(ordered)} runs have no step in common on any rank. Record the same --steps in all of them."
         )
+    _require_same_steps(ordered)
     repeats = measure_repeats(ordered, axes)
     assumed = repeats.identical and not any(perturbation(capture) for capture in ordered)
     if assumed:
@@ -94,6 +95,19 @@ def calibrate(captures: Sequence[CaptureLike], *, k: float = K, checks: Sequence
         notes=tuple(notes),
         declared=bounds_of(checks),
     )
+
+
+def _require_same_steps(captures: Sequence[CaptureLike]) -> None:
+    steps = [{step for rank in capture.ranks for step in capture.steps(rank)} for capture in captures]
+    longest = max(range(len(captures)), key=lambda run: len(steps[run]))
+    for capture, found in zip(captures, steps, strict=True):
+        lacking = sorted(steps[longest] - found)
+        if lacking:
+            raise ToleranceError(
+                f"The capture {str(capture.path)!r} lacks step {', '.join(map(str, lacking))}, which "
+                f"{str(captures[longest].path)!r} has: the tolerances would not cover it. Leave the capture out, or "
+                "record it again with the same --steps."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,8 @@ def compare_cells(
             f"{len(candidates)} candidates."
         )
     provenance_changes.check_comparable(baselines, candidates, same_code=same_code)
+    if tolerances is not None and not same_code:
+        provenance_changes.check_not_calibrated_from(candidates, tolerances)
     checks = default_checks() if checks is None else checks
     runs = reduced([whole(run) for run in (*baselines, *candidates)], checks)
     axes = _axes(baselines, candidates)
@@ -247,7 +249,7 @@ def _gaps(baseline: CaptureLike, candidates: Sequence[CaptureLike], judgements: 
         d = judgement.differences
         there = int((d.present | (d.absent == MISSING)).sum())
         share = min(share, float((d.present & ~d.reshaped).sum()) / there if there else 0.0)
-    stopped = other_steps = ranks = ""
+    stopped = interrupted = other_steps = ranks = ""
     for candidate in candidates:
         absent = sorted(set(baseline.ranks) - set(candidate.ranks))
         if absent:
@@ -261,11 +263,17 @@ def _gaps(baseline: CaptureLike, candidates: Sequence[CaptureLike], judgements: 
             f"The candidate {str(candidate.path)!r} lacks step {', '.join(map(str, sorted(lacking)))} of the baseline"
         )
         wanted = [run.manifest.get("config", {}).get("steps") for run in (baseline, candidate)]
-        if wanted[0] == wanted[1]:
+        status = candidate.manifest.get("exit_status")
+        if status or candidate.problems:
+            how = f"ended with status {status}" if status else "was interrupted"
+            interrupted = f"{text}: its run {how}. Record it again."
+        elif wanted[0] == wanted[1]:
             stopped = f"{text}: it stopped early."
         else:
             other_steps = f"{text}: it was told to record {wanted[1]!r}, not {wanted[0]!r}."
-    return Gaps(matched_share=share, stopped=stopped, other_steps=other_steps, ranks=ranks)
+    return Gaps(
+        matched_share=share, stopped=stopped, interrupted=interrupted, other_steps=other_steps, ranks=ranks
+    )
 
 
 def _pair(runs: Sequence[CaptureLike], baselines: int, pair: tuple[int, int], judgement: Judgement) -> PairSummary:

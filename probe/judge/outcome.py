@@ -61,7 +61,9 @@ class Gaps:
     matched_share: float
     """Part of the baseline's cells that every candidate has, in the same shape."""
     stopped: str = ""
-    """The candidate was to record steps that it does not have: a sentence."""
+    """The candidate was to record steps that it does not have, and ended in good order: a sentence."""
+    interrupted: str = ""
+    """The candidate's run was killed, or failed, before it had all steps: a sentence."""
     other_steps: str = ""
     """The candidate was told to record other steps: a sentence."""
     ranks: str = ""
@@ -287,6 +289,8 @@ def _calm(
             )
     if gaps.ranks:
         return _cannot(gaps.ranks)
+    if gaps.interrupted:
+        return _cannot(gaps.interrupted)
     if gaps.other_steps:
         return _cannot(gaps.other_steps)
     if gaps.matched_share < LEAST_MATCHED:

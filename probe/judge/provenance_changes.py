@@ -15,7 +15,7 @@ from probe.errors import IncomparableError, ToleranceError, listed
 from probe.judge.command_change import command_change
 from probe.judge.comparison import CodeChange, RunSummary
 from probe.judge.kernels import attention_kernels, kernel_summary
-from probe.judge.tolerance import CalibratedRun
+from probe.judge.tolerance import CalibratedRun, Tolerances
 from probe.measure.series import CaptureLike, perturbation
 from probe.point import Kind
 
@@ -241,6 +241,22 @@ def check_comparable(baselines: Sequence[CaptureLike], candidates: Sequence[Capt
                     f"{code_hash(baseline)!r}) with the same command, so the branch never ran. Check which tree the "
                     "candidate imported; give --same-code if this is meant."
                 )
+
+
+def check_not_calibrated_from(candidates: Sequence[CaptureLike], tolerances: Tolerances) -> None:
+    """Check that no candidate is a run that the tolerances were made from: it is within them by construction.
+
+    Raises:
+        IncomparableError: One is.
+    """
+    runs = {run.run_id for run in tolerances.runs}
+    for candidate in candidates:
+        if candidate.run_id in runs:
+            raise IncomparableError(
+                f"The candidate {str(candidate.path)!r} is one of the runs that the tolerances were calibrated from, "
+                "so that it is within them whatever it holds. Give the capture of the branch as the candidate, after "
+                "the baseline; give --same-code if this is meant."
+            )
 
 
 def changes(baseline: CaptureLike, candidate: CaptureLike) -> tuple[str, ...]:
