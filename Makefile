@@ -22,7 +22,7 @@ check: $(READY)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml setup.py $(wildcard probe/*/*.c)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q $(TORCH)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q -e '.[dev]'

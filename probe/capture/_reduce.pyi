@@ -1,9 +1,9 @@
 """Compiled from `_reduce.c` where a C compiler was at hand when the package was installed."""
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
+
+INTERFACE: int
 
 def reduce(
     address: int,
@@ -26,5 +26,3 @@ def reduce(
     Raises:
         ValueError: A buffer has another size, or an index is outside the tensor.
     """
-
-def __getattr__(name: str) -> Any: ...

@@ -23,17 +23,21 @@ from probe import sketch as sketch_module
 from probe.sketch import mix64
 from probe.store.layout import SAMPLES, SKETCH_K
 
+INTERFACE = 2
+"""How the compiled reduction is called here; a build that is called in another way is not used."""
+
 
 def _compiled() -> Any:
     try:
         from probe.capture import _reduce
     except ImportError:
         return None
-    return _reduce
+    # A source tree may have moved on since it was built.
+    return _reduce if getattr(_reduce, "INTERFACE", 0) == INTERFACE else None
 
 
 compiled = _compiled()
-"""The compiled reduction; None where there was no C compiler when the package was installed."""
+"""The compiled reduction; None where there was no C compiler when the package was installed, or the build is older."""
 
 COMPILED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 """Types that the compiled reduction reads as they are, by its numbers for them."""
