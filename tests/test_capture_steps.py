@@ -12,7 +12,7 @@ from probe.capture.launch import NOTHING_RECORDED
 from probe.point import Kind
 from probe.store.layout import StepRows
 from probe.store.reader import Capture, open_capture
-from tests.recording import by_label, command, probe, record
+from tests.recording import by_label, command, probe, record, run
 
 Runs = Callable[..., Capture]
 
@@ -186,6 +186,27 @@ def test_a_moving_average_of_the_weights_is_no_model_that_is_trained(runs: Runs)
     assert names(rows, Kind.PARAM) == PARAMETERS
     once = [key for key in plain.rows(0, 2).keys if key.microbatch < 1]
     assert [key for key in rows.keys if key.kind is not Kind.STATE] == [k for k in once if k.kind is not Kind.STATE]
+
+
+def test_function_transforms_are_no_training_pass_and_what_cannot_be_read_never_ends_the_run(tmp_path: Path) -> None:
+    words = command("transforms.py")
+    bare, done = run(words), probe("record", "-o", str(tmp_path / "c"), "--", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == bare.stdout
+    told = "probe: Some tensors have no numbers, the first of them 'batch/input': Odd has no address."
+    assert [line for line in done.stderr.splitlines() if "numbers" in line] == [told] * 2
+    capture = open_capture(tmp_path / "c")
+    for step in (1, 2):
+        rows = capture.rows(0, step)
+        assert [key.label for key in rows.keys if key.kind is Kind.FORWARD] == [
+            "forward/0",
+            "forward/1",
+            "forward/2",
+            "forward/(root)",
+        ]
+        assert not any(rows.text[at] for label, at in by_label(rows).items() if not label.startswith("state/"))
+    rows = capture.rows(0, 3)
+    assert rows.text[by_label(rows)["batch/input"]] == "not reduced: Odd has no address."
 
 
 def test_a_copy_and_a_pickle_of_the_model_neither_record_nor_need_this_package(tmp_path: Path) -> None:

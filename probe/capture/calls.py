@@ -20,7 +20,7 @@ import torch
 
 from probe.capture.recorder import Recorder
 from probe.capture.session import after_import
-from probe.capture.taps import in_recompute, tensors_in
+from probe.capture.taps import in_recompute, in_transform, tensors_in
 from probe.point import Key, Kind
 
 # A quantity is `MODULE.NAME` and its item: `call/blocks.3.attn.attention(result)`.
@@ -115,7 +115,7 @@ class Calls:
 
     def _wanted(self) -> bool:
         recorder = self._recorder
-        if not recorder.recording or not recorder.mine() or in_recompute():
+        if not recorder.recording or not recorder.mine() or in_recompute() or in_transform():
             return False
         return self._training() or torch.is_grad_enabled()
 

@@ -97,7 +97,7 @@ class Recorder:
         """Seconds that the training thread waited for room in the writer's queue."""
         self._failure: str | None = None
         self._dropped: list[int] = []
-        self._told = False
+        self._told = self._unreduced = False
         self.rank, self.world_size = 0, 1
 
     # ------------------------------------------------------------------ clocks
@@ -186,27 +186,39 @@ class Recorder:
                 self._rows.add(key, order, dtype, shape, where, text or f"not reduced: {value.layout}, {value.device}")
                 return
             row = self._rows.add(key, order, dtype, shape, where, text)
-            rows = self._rows
-            keeps, kept = self.plan.keeps(key.kind, key.name, key.item), None
-            if part is not None:
-                numbers = part_row(value, key.name, part, self._scratch)
-                if value.device.type == "cpu":
-                    rows.fill(row, numbers.numpy())
-                else:
-                    rows.on_device.append((row, numbers))
-            elif value.device.type == "cpu":
-                if keeps:
-                    kept = self._copies.room_for(value)
-                sums = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row], kept)
-                rows.sums[row], rows.counts[row] = sums[:4], sums[4:]
-                if sums[5] == 1:
-                    rows.value[row] = sums[0]
+            try:
+                self._reduce(row, key, value, exact, part)
+            except Exception as error:
+                if self._strict:
+                    raise
+                # Whatever a tensor is made of, the training goes on.
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                self._rows.text[row] = f"not reduced: {reason}"
+                if not self._unreduced:
+                    self._unreduced = True
+                    self.warn(f"Some tensors have no numbers, the first of them {key.label!r}: {reason.rstrip('.')}.")
+
+    def _reduce(self, row: int, key: Key, value: torch.Tensor, exact: bool, part: Part | None) -> None:
+        rows = self._rows
+        keeps, kept = self.plan.keeps(key.kind, key.name, key.item), None
+        if part is not None:
+            numbers = part_row(value, key.name, part, self._scratch)
+            if value.device.type == "cpu":
+                rows.fill(row, numbers.numpy())
             else:
-                rows.on_device.append((row, summary.device_row(value, key.name, self._scratch)))
-            if exact and part is None:
-                rows.hash[row] = summary.fingerprint(value)
-            if keeps:
-                rows.tensors[key] = self._copies.of(value) if kept is None else kept
+                rows.on_device.append((row, numbers))
+        elif value.device.type == "cpu":
+            kept = self._copies.room_for(value) if keeps else None
+            sums = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row], kept)
+            rows.sums[row], rows.counts[row] = sums[:4], sums[4:]
+            if sums[5] == 1:
+                rows.value[row] = sums[0]
+        else:
+            rows.on_device.append((row, summary.device_row(value, key.name, self._scratch)))
+        if exact and part is None:
+            rows.hash[row] = summary.fingerprint(value)
+        if keeps:
+            rows.tensors[key] = self._copies.of(value) if kept is None else kept
 
     def scalar(self, key: Key, value: Scalar, where: str = "", dtype: str | None = None) -> None:
         """Keep a Python number, truth value or text."""

@@ -35,6 +35,12 @@ def in_recompute() -> bool:
     return torch._C._current_graph_task_id() != -1  # type: ignore[no-any-return]
 
 
+def in_transform() -> bool:
+    """Tell whether a function transform (`torch.func.vmap`, `grad`) is running: its tensors have no data of their own,
+    and no optimizer trains by it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def tensors_in(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """Find the tensors of a structured value with their paths, `[0]` or `.logits`; a bare tensor has the path ''."""
     if isinstance(value, torch.Tensor):
@@ -212,7 +218,7 @@ class Taps:
     # ------------------------------------------------------------------ entering the model
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None) -> None:
         """Note that the outermost call of the model begins; take the batch."""
-        if torch.compiler.is_compiling() or in_recompute():
+        if torch.compiler.is_compiling() or in_recompute() or in_transform():
             return
         recorder = self.recorder
         if self._open == 0 and torch.is_grad_enabled():
@@ -244,7 +250,7 @@ class Taps:
         self.enter(args, kwargs, module)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or in_recompute():
+        if torch.compiler.is_compiling() or in_recompute() or in_transform():
             return
         self._open = max(0, self._open - 1)
 
@@ -273,7 +279,7 @@ class Taps:
 
     # ------------------------------------------------------------------ outputs and their gradients
     def _forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or in_transform():
             return
         if in_recompute():
             self._recomputed(module, output)
