@@ -154,15 +154,22 @@ def compare_captures(
     """Compare captures, with as many processes as pay, or on a Dask cluster; show how far it is on a terminal."""
     from probe.judge.compare import compare_cells
     from probe.measure.elementwise import compare_elements
-    from probe.measure.workers import WORTH_NBYTES, dask_cluster, local_processes
+    from probe.measure.workers import WORTH_NBYTES, WORTH_SEGMENTS, dask_cluster, local_processes
 
     nbytes = sum(capture.nbytes for capture in (*baselines, *candidates))
     with (
         dask_cluster(scheduler) if scheduler else nullcontext(local_processes(nbytes)) as spread,
         _progress(nbytes, shown=spread is not None and nbytes >= WORTH_NBYTES) as progress,
     ):
+        few = sum(len(run.steps(rank)) for run in (*baselines, *candidates) for rank in run.ranks) < WORTH_SEGMENTS
         comparison, judgements = compare_cells(
-            baselines, candidates, tolerances, checks=checks, same_code=same_code, spread=spread, progress=progress
+            baselines,
+            candidates,
+            tolerances,
+            checks=checks,
+            same_code=same_code,
+            spread=None if few and not scheduler else spread,
+            progress=progress,
         )
         elements = []
         for candidate in candidates:

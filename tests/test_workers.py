@@ -108,6 +108,7 @@ def test_a_comparison_by_several_processes_prints_the_same_json(
     runs = captures(tmp_path)
     alone = probe("diff", *runs, "--json")
     monkeypatch.setattr(workers, "WORTH_NBYTES", 1)
+    monkeypatch.setattr(workers, "WORTH_SEGMENTS", 1)
     monkeypatch.setattr(workers, "_cores", lambda: 2)
     asked: list[int] = []
     real: Callable[..., Any] = workers.local_processes

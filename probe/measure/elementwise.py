@@ -13,6 +13,7 @@ finite elements; what is not finite on one side only is counted.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from probe.measure.pairs import Spread, spread_calls
 from probe.point import Key
 from probe.store.dtypes import BITS, widen
 from probe.store.reader import Capture, links_of
+from probe.store.steps import StepFile
 from probe.store.tensors import Whole
 
 try:
@@ -34,6 +36,10 @@ except ImportError:  # no compiler where the package was installed
 
 BLOCK = 1 << 18
 """Bytes of each side that are compared at once: two blocks stay in the second-level cache."""
+ALONE_S = 0.5
+"""How long digests are compared before others are asked to help."""
+WORTH_NBYTES = 256 << 20
+"""Bytes to read from which on other processes pay."""
 _COMPILED = {"float32": 0, "bfloat16": 1}
 _ORDERED = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of types whose bits, with the sign taken apart, are in the order of their values."""
@@ -92,13 +98,21 @@ class _Found(NamedTuple):
     ulps: int = 0
 
 
-class _Part(NamedTuple):
-    """Some of the tensors of one step on one rank: every `of`-th, from the `number`-th on."""
+class _Task(NamedTuple):
+    """Tensors of one step on one rank that are to be read."""
 
     rank: int
     step: int
-    number: int
-    of: int
+    numbers: tuple[int, ...] | None
+    """Places among those that both keep, in order of execution; None: nobody has looked which of them differ."""
+
+
+class _Survey(NamedTuple):
+    """What digests alone show of one step on one rank."""
+
+    compared: ElementsCompared
+    unequal: list[tuple[list[int], int]]
+    """Places of tensors to read, those of the same bits together, and the bytes of a pair."""
 
 
 def compare_elements(
@@ -109,8 +123,10 @@ def compare_elements(
 ) -> ElementsCompared | None:
     """Compare all tensors that two captures kept whole; None where one of them was not asked to keep any.
 
+    Digests are compared here, as long as that is quick; what has to be read is read elsewhere if it is much.
+
     Args:
-        spread: Where to do it; None: in this process.
+        spread: Where to read; None: in this process.
         progress: Is told which part of the work is done, from 0 to 1.
 
     Raises:
@@ -125,18 +141,40 @@ def compare_elements(
         for step in baseline.steps(rank)
         if step in candidate.steps(rank)
     ]
-    pieces = 1 if spread is None else spread.pieces
-    of = -(-pieces // max(1, len(places)))
-    parts = [_Part(rank, step, number, of) for rank, step in places for number in range(of)]
-    if spread is None:
-        found = []
-        for done, part in enumerate(parts, start=1):
-            found.append(_compare_part(baseline, candidate, part))
+    found: list[tuple[ElementsCompared, list[int]]] = []
+    tasks: list[_Task] = []
+    nbytes, begun = 0, time.monotonic()
+    for rank, step in places:
+        if spread is not None and time.monotonic() - begun > ALONE_S:
+            tasks.append(_Task(rank, step, None))
+            nbytes += WORTH_NBYTES  # not known, and worth it
+            continue
+        survey = _survey(baseline, candidate, rank, step)
+        found.append((survey.compared, []))
+        nbytes += sum(size for _, size in survey.unequal)
+        tasks += [_Task(rank, step, tuple(same)) for same, _ in survey.unequal]
+    if spread is None or nbytes < WORTH_NBYTES:
+        for done, task in enumerate(tasks, start=1):
+            found.append(_compare_task(baseline, candidate, task))
             if progress is not None:
-                progress(done / len(parts))
+                progress(done / len(tasks))
     else:
-        found = spread_calls(spread, _compare_part, [(baseline, candidate, part) for part in parts], progress)
+        calls = [(baseline, candidate, task) for task in _gathered(tasks, spread.pieces)]
+        found += spread_calls(spread, _compare_task, calls, progress)
     return _joined(found)
+
+
+def _gathered(tasks: Sequence[_Task], pieces: int) -> list[_Task]:
+    """Put tasks of one step together, until there are a few for each worker: each opens its two files."""
+    most = -(-len(tasks) // (4 * pieces))
+    gathered: list[_Task] = []
+    for task in tasks:
+        last = gathered[-1] if gathered else None
+        if last and last[:2] == task[:2] and last.numbers and task.numbers and len(last.numbers) < most:
+            gathered[-1] = last._replace(numbers=last.numbers + task.numbers)
+        else:
+            gathered.append(task)
+    return gathered
 
 
 def _may_keep(capture: Capture) -> bool:
@@ -165,44 +203,74 @@ def _joined(found: Sequence[tuple[ElementsCompared, list[int]]]) -> ElementsComp
     )
 
 
-def _compare_part(baseline: Capture, candidate: Capture, part: _Part) -> tuple[ElementsCompared, list[int]]:
-    """Compare some tensors of one step; also return the place of each different one in the order of execution."""
-    tensors = identical = equal = 0
-    reshaped: list[str] = []
-    different: list[ElementDifference] = []
-    orders: list[int] = []
-    if not (baseline.keeps_tensors(part.rank, part.step) and candidate.keeps_tensors(part.rank, part.step)):
-        return ElementsCompared(tensors=0, identical=0, equal=0, reshaped=(), different=()), []
-    known: dict[tuple[str, str], ElementDifference | None] = {}
-    with baseline.open_step(part.rank, part.step) as one, candidate.open_step(part.rank, part.step) as two:
-        links, others = links_of(one), links_of(two)
-        shared = [(order, key) for order, key in enumerate(links) if key in others]
-        norms = one.norms() if shared else {}
-        for order, key in shared[part.number :: part.of]:
-            a, b = one.tensor(links[key]), two.tensor(others[key])
-            tensors += 1
-            if (a.dtype, a.shape) != (b.dtype, b.shape):
-                reshaped.append(key.label)
-            elif a.digest == b.digest:
-                identical += 1
-            else:
-                # A module often returns what its last child returned: the same pair is read once.
-                pair = (a.digest, b.digest)
-                if pair not in known:
-                    known[pair] = _compare(a, b, key, part, norms.get(links[key], math.nan))
-                found = known[pair]
-                if found is None:
-                    equal += 1
-                else:
-                    different.append(replace(found, key=key))
-                    orders.append(order)
-    compared = ElementsCompared(
-        tensors=tensors, identical=identical, equal=equal, reshaped=tuple(reshaped), different=tuple(different)
+class _Shared(NamedTuple):
+    """The tensors that two open steps both keep, in order of execution."""
+
+    keys: list[Key]
+    pairs: list[tuple[Whole, Whole]]
+    norms: list[float]
+
+
+def _shared(one: StepFile, two: StepFile, numbers: Sequence[int] | None = None) -> _Shared:
+    tables, others = one.tables(), links_of(two, two.tables())
+    norms = {link: float(l2) for link, l2 in zip(tables["tensor"], tables["l2"], strict=True) if link}
+    links = [(key, link) for key, link in links_of(one, tables).items() if key in others]
+    chosen = links if numbers is None else [links[number] for number in numbers]
+    return _Shared(
+        keys=[key for key, _ in chosen],
+        pairs=[(one.tensor(link), two.tensor(others[key])) for key, link in chosen],
+        norms=[norms[link] for _, link in chosen],
     )
-    return compared, orders
 
 
-def _compare(a: Whole, b: Whole, key: Key, part: _Part, norm: float) -> ElementDifference | None:
+def _survey(baseline: Capture, candidate: Capture, rank: int, step: int) -> _Survey:
+    """Compare the digests of a step."""
+    if not (baseline.keeps_tensors(rank, step) and candidate.keeps_tensors(rank, step)):
+        return _Survey(ElementsCompared(tensors=0, identical=0, equal=0, reshaped=(), different=()), [])
+    with baseline.open_step(rank, step) as one, candidate.open_step(rank, step) as two:
+        shared = _shared(one, two)
+        return _compared_digests(shared)
+
+
+def _compared_digests(shared: _Shared) -> _Survey:
+    identical = 0
+    reshaped = []
+    # A module often returns what its last child returned: the same pair is read once.
+    unequal: dict[tuple[str, str], tuple[list[int], int]] = {}
+    for number, (key, (a, b)) in enumerate(zip(shared.keys, shared.pairs, strict=True)):
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            reshaped.append(key.label)
+        elif a.digest == b.digest:
+            identical += 1
+        else:
+            unequal.setdefault((a.digest, b.digest), ([], 2 * a.nbytes))[0].append(number)
+    compared = ElementsCompared(
+        tensors=len(shared.keys), identical=identical, equal=0, reshaped=tuple(reshaped), different=()
+    )
+    return _Survey(compared, list(unequal.values()))
+
+
+def _compare_task(baseline: Capture, candidate: Capture, task: _Task) -> tuple[ElementsCompared, list[int]]:
+    """Read tensors side by side; also return the place of each different one in the order of execution."""
+    with baseline.open_step(task.rank, task.step) as one, candidate.open_step(task.rank, task.step) as two:
+        shared = _shared(one, two, task.numbers)
+        survey = _compared_digests(shared)
+        equal = 0
+        different, orders = [], []
+        for same, _ in survey.unequal:
+            a, b = shared.pairs[same[0]]
+            found = _compare(a, b, shared.keys[same[0]], task, shared.norms[same[0]])
+            if found is None:
+                equal += len(same)
+                continue
+            for at in same:
+                different.append(replace(found, key=shared.keys[at]))
+                orders.append(at if task.numbers is None else task.numbers[at])
+    known = survey.compared if task.numbers is None else replace(survey.compared, tensors=0, identical=0, reshaped=())
+    return replace(known, equal=equal, different=tuple(different)), orders
+
+
+def _compare(a: Whole, b: Whole, key: Key, task: _Task, norm: float) -> ElementDifference | None:
     """Read two tensors side by side; None if all values are equal."""
     size = min(BLOCK, a.nbytes)
     one, two = (np.empty(size, np.uint8) for _ in range(2))
@@ -236,8 +304,8 @@ def _compare(a: Whole, b: Whole, key: Key, part: _Part, norm: float) -> ElementD
     l2 = math.sqrt(total.squares)
     return ElementDifference(
         key=key,
-        step=part.step,
-        rank=part.rank,
+        step=task.step,
+        rank=task.rank,
         elements=a.nbytes // a.item,
         different=total.different,
         nonfinite=total.nonfinite,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 WORTH_NBYTES = 256 << 20
 """Bytes of segments from which on a second process pays: about a quarter of a second of reading and measuring."""
+WORTH_SEGMENTS = 100
+"""The same in segments, which may be large for the tensors in them, of which measuring reads nothing."""
 TIMEOUT_S = 10
 """How long a scheduler may take to answer."""
 PIECES = 2

@@ -37,7 +37,7 @@ from probe.store.layout import (
 )
 from probe.store.packed import Packed
 from probe.store.problems import find_problems, read_json, steps_in_words
-from probe.store.rows import Decoder, encode
+from probe.store.rows import Decoder, Tables, encode
 from probe.store.steps import StepFile, require_segment
 from probe.store.twins import Twins
 
@@ -151,7 +151,7 @@ class Capture:
     def tensor_keys(self, rank: int, step: int) -> tuple[Key, ...]:
         """List the quantities of a step whose tensors are kept whole, in order of first execution."""
         with self.open_step(rank, step) as opened:
-            return tuple(links_of(opened))
+            return tuple(links_of(opened, opened.tables()))
 
     def tensor(self, rank: int, step: int, key: Key) -> FullTensor:
         """Read a whole tensor.
@@ -224,9 +224,8 @@ class Capture:
         }
 
 
-def links_of(opened: StepFile) -> dict[Key, bytes]:
-    """Map the quantities whose tensors are kept whole to the names of their datasets."""
-    tables = opened.tables()
+def links_of(opened: StepFile, tables: Tables) -> dict[Key, bytes]:
+    """Map the quantities whose tensors are kept whole, in order of execution, to the names of their datasets."""
     if not any(tables["tensor"]):
         return {}
     try:
@@ -237,7 +236,7 @@ def links_of(opened: StepFile) -> dict[Key, bytes]:
 
 
 def _link(opened: StepFile, key: Key) -> bytes:
-    links = links_of(opened)
+    links = links_of(opened, opened.tables())
     if key not in links:
         kept = listed(repr(each.label) for each in links) or "none"
         where = f"{opened.file.sort.name} {opened.file.path}"

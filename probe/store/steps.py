@@ -29,11 +29,6 @@ class StepFile:
         """Read all tables without a step axis, and check them against their digest."""
         return segment_tables(self.file) if self.packed is None else self.packed.tables(self.file, self.step)
 
-    def norms(self) -> dict[bytes, float]:
-        """Map the link name of each tensor kept whole to its recorded l2 norm."""
-        tables = self.tables()
-        return {link: float(l2) for link, l2 in zip(tables["tensor"], tables["l2"], strict=True) if link}
-
     def tables_digest(self) -> str:
         """Return the digest that the tables must have."""
         if self.packed is None:
