@@ -238,6 +238,7 @@ _MLP = (
 """DiffSynth and HF `mlp`, Wan `ffn`, diffusers `ff`, Mixtral `block_sparse_moe`."""
 _LORA = ("*lora_*", "*.lora.*")
 """peft's `lora_A`, `lora_B`, `lora_embedding_A`, `lora_magnitude_vector`."""
+_GRADIENTS = "after the last backward, reduced across ranks, before clipping; `:clipped`: as the optimizer got them"
 _STATE_RECORDED_ONLY = ("rng*", "optimizer*", "attention*", "modules_in_train_mode")
 """Facts that may differ between two sound arms: random state, the optimizer's class, the attention kernel, and the
 number of modules (fusing two makes one fewer; a dropout left off is seen by the number of dropouts)."""
@@ -300,14 +301,14 @@ def default_checks() -> tuple[Check, ...]:
         ),
         Check(
             what="LoRA gradients",
-            where="after the last backward, reduced across ranks, before clipping",
+            where=_GRADIENTS,
             required=True,
             kinds=grad,
             select=_LORA,
         ),
         Check(
             what="parameter gradients",
-            where="after the last backward, reduced across ranks, before clipping",
+            where=_GRADIENTS,
             required=True,
             kinds=grad,
         ),

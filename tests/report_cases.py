@@ -70,6 +70,7 @@ ATTENTION = CheckResult(
     above=0,
     not_compared=0,
     smallest_detectable=0.0061,
+    finest_detectable=0.00012,
 )
 LOSS = CheckResult(
     what="loss",
@@ -190,7 +191,11 @@ NOT_FINITE = replace(
     LOSS,
     verdict=Verdict.NOT_FINITE,
     difference=NAN,
+    cells=18,
     above=2,
+    not_compared=2,
+    not_compared_why="2 not finite",
+    unjudged_failures=2,
     assumed=False,
     worst=replace(LOSS.worst, actual=NAN, difference=NAN),
 )
@@ -205,7 +210,6 @@ DIVERGENCE = FirstDivergence(
     phase="forward",
     because="What entered it, blocks.2.norm1, is within tolerance.",
     after="After it, 30 of 100 values of step 1 are off.",
-    next="Keep the tensors around it whole in both arms and compare again.",
     keep=("forward/blocks.2", "forward/blocks.2.*"),
     shown=Shown.L2_NORM,
 )
@@ -227,6 +231,9 @@ FAILING = Comparison(
         unexpected=("forward/blocks.0.fused|mlp",),
         reshaped=("forward/(root)",),
         retyped=("grad/blocks.0.attn.qkv_proj.lora_A.weight",),
+        missing_cells=60,
+        unexpected_cells=5,
+        reshaped_cells=5,
     ),
     runs=(RUN, replace(CANDIDATE, problems=("rank 1 was not closed cleanly, last step 5",))),
     provenance_changes=("env ATTN_BACKEND: 'fa2' in the baseline, 'sdpa' in the candidate",),

@@ -171,7 +171,7 @@ def test_the_table_reads_like_this() -> None:
         "norm   grad_norm/grad_norm, step 1  1 %     no       0.5                     2 %\n"
         "state  state/train_mode, step 1     1 %     yes      unequal                 any\n"
         "\n"
-        "Sees: the least relative change that would be flagged in any quantity, by calculation.\n"
+        "Sees: a relative change by this much would be flagged in any quantity of the row, by calculation.\n"
         "1 of 2 checks would have flagged it."
     )
     assert json.loads(to_json(power("scale:1.01", check)))["checks"][0] == {

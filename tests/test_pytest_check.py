@@ -387,7 +387,8 @@ def test_failed_checks_are_annotated_under_github_actions_only(
     assert annotations[0].startswith(
         "::error file=test_double.py,line=6,title=probe%3A not equivalent::Different: 3 quantities are more than 10 "
         "times above tolerance. The first divergence is forward of (output) at step 1, rank 0 (forward).%0AFirst "
-        "divergence: step 1, microbatch 0, rank 0: forward/(output)%0A  difference 100 %25, tight tolerance 9.54e-07, "
+        "divergence: step 1, microbatch 0, rank 0: forward/(output)%0A  difference 100 %25, 1.05e+06 x its "
+        "tight tolerance (9.54e-07), "
     )
 
 

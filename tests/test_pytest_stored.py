@@ -106,7 +106,7 @@ def test_a_candidate_that_departs_fails_and_says_where_and_how_to_accept_it(
         "probe.errors.NotEquivalentError: Different: 3 quantities are more than 10 times above tolerance. The first "
         "divergence is forward of (output) at step 1, rank 0 (forward).",
         "First divergence: step 1, microbatch 0, rank 0: forward/(output)",
-        "difference 100 %, tight tolerance 9.54e-07, l2 norm expected 4, actual 8",
+        "difference 100 %, 1.05e+06 x its tight tolerance (9.54e-07), l2 norm expected 4, actual 8",
         "origin here (forward): Everything compared before it in the step is within tolerance, last batch/(input)[0] "
         "(0 x its tight tolerance).",
         "Worst: output, step 1, rank 0, (output): l2 norm expected 4, actual 8",

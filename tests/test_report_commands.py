@@ -37,6 +37,17 @@ QUOTED = replace(
 )
 
 
+TO_BASE, TO_OPT = (f"git switch --detach {commit} && " for commit in ("0391d1c7aa", "ce9f454b00"))
+PUT_AWAY = "put uncommitted changes away first, such as with `git stash`"
+PUT_BACK = "the uncommitted changes of the recorded run are not in the commit: bring them back before recording"
+BRANCH = "compare again; `git switch BRANCH` brings you back to your branch"
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def narrowing(comparison: Comparison) -> list[str]:
     return [each.line for each in next_commands(comparison) if each.purpose == NARROW_DOWN]
 
@@ -46,8 +57,8 @@ def adding(comparison: Comparison) -> list[str]:
 
 
 def parsed(line: str) -> dict[str, object]:
-    """Parse a line as a shell and `probe` would, without running it."""
-    program, name, *arguments = shlex.split(line)
+    """Parse a line as a shell and `probe` would, without running it or switching to its commit."""
+    program, name, *arguments = shlex.split(line.removeprefix(TO_BASE).removeprefix(TO_OPT))
     assert program == "probe"
     command = cli.main.commands[name]
     with command.make_context(name, arguments, parent=click.Context(cli.main, info_name="probe")) as context:
@@ -56,21 +67,21 @@ def parsed(line: str) -> dict[str, object]:
 
 def test_a_divergence_is_narrowed_down_by_recording_both_arms_again_with_whole_tensors() -> None:
     assert script(next_commands(FAILING), NARROW_DOWN) == [
-        "# baseline, commit 0391d1c7aa",
-        "probe record -o captures/base-0-full --seed 42 --steps 1 --full forward/blocks.2 --full 'forward/blocks.2.*' "
-        "-- accelerate launch --num_processes 2 train.py --lr 1e-4",
-        "# candidate, commit ce9f454b00 + changes",
-        "probe record -o captures/opt-0-full --seed 42 --steps 1 --full forward/blocks.2 --full 'forward/blocks.2.*' "
-        "-- accelerate launch --num_processes 2 train.py --lr 1e-4 --fused",
-        "# compare again",
-        "probe diff captures/base-0-full captures/opt-0-full -t tolerances/job.toml",
+        f"# baseline, commit 0391d1c7aa; {PUT_AWAY}",
+        f"{TO_BASE}probe record -o captures/full-base-0 --seed 42 --steps 1 --full forward/blocks.2 "
+        "--full 'forward/blocks.2.*' -- accelerate launch --num_processes 2 train.py --lr 1e-4",
+        f"# candidate, commit ce9f454b00 + changes; {PUT_BACK}",
+        f"{TO_OPT}probe record -o captures/full-opt-0 --seed 42 --steps 1 --full forward/blocks.2 "
+        "--full 'forward/blocks.2.*' -- accelerate launch --num_processes 2 train.py --lr 1e-4 --fused",
+        f"# {BRANCH}",
+        "probe diff captures/full-base-0 captures/full-opt-0 -t tolerances/job.toml",
     ]
 
 
 def test_what_is_suggested_parses_word_for_word_whatever_needs_quoting() -> None:
     baseline, _, diff = map(parsed, narrowing(QUOTED))
     assert {name: value for name, value in baseline.items() if value} == {
-        "output": Path("my captures/base 0-full"),
+        "output": Path("my captures/full-base 0"),
         "seed": 42,
         "steps": "1",
         "plan": Path("my plan.toml"),
@@ -78,7 +89,7 @@ def test_what_is_suggested_parses_word_for_word_whatever_needs_quoting() -> None
         "command": ("python", "-c", "print('$HOME')"),
     }
     assert (diff["captures"], diff["tolerances"], diff["plan"]) == (
-        (Path("my captures/base 0-full"), Path("my captures/opt-full")),
+        (Path("my captures/full-base 0"), Path("my captures/full-opt")),
         Path("my tolerances/job.toml"),
         Path("my plan.toml"),
     )
@@ -89,12 +100,13 @@ def test_every_line_that_is_suggested_parses(comparison: Comparison) -> None:
     lines = [*(command.line for command in next_commands(comparison)), *reproduce(comparison)]
     found = [parsed(line) for line in lines if not line.startswith("#")]
     assert len(found) >= 6
+    assert not any("--force" in line for line in lines)
 
 
 def test_a_second_narrowing_has_a_folder_of_its_own() -> None:
-    runs = (replace(RUN, path="c/base-0-full"), replace(CANDIDATE, path="c/opt-full-2"))
+    runs = (replace(RUN, path="c/full-base-0"), replace(CANDIDATE, path="c/full-opt-0-2"))
     outputs = [parsed(line)["output"] for line in narrowing(replace(FAILING, runs=runs))[:2]]
-    assert outputs == [Path("c/base-0-full-2"), Path("c/opt-full-3")]
+    assert outputs == [Path("c/full-base-0-2"), Path("c/full-opt-0-3")]
 
 
 def test_the_values_are_shown_where_whole_tensors_would_not_tell_more() -> None:
@@ -125,41 +137,42 @@ def test_what_a_test_computed_in_its_own_process_is_repeated_by_the_test() -> No
 def test_runs_to_add_have_the_next_free_names_and_are_calibrated_and_compared_with() -> None:
     job = "accelerate launch --num_processes 2 train.py --lr 1e-4"
     assert script(next_commands(INCONCLUSIVE), ADD_RUNS) == [
-        "# baseline, commit 0391d1c7aa",
-        f"probe record -o captures/base-3 --seed 42 --steps 1-5 -- {job}",
-        f"probe record -o captures/base-4 --seed 42 --steps 1-5 -- {job}",
-        "probe calibrate captures/base-0 captures/base-1 captures/base-2 captures/base-3 captures/base-4 "
-        "-o tolerances/job.toml --force",
-        "# candidate, commit ce9f454b00 + changes",
-        f"probe record -o captures/opt-1 --seed 42 --steps 1-5 -- {job} --fused",
-        "# compare again",
-        "probe diff captures/base-0 --candidate captures/opt-0 captures/opt-1 -t tolerances/job.toml",
+        f"# baseline, commit 0391d1c7aa; {PUT_AWAY}",
+        f"{TO_BASE}probe record -o captures/again-base-3 --seed 42 --steps 1-5 -- {job}",
+        f"{TO_BASE}probe record -o captures/again-base-4 --seed 42 --steps 1-5 -- {job}",
+        "probe calibrate captures/base-0 captures/base-1 captures/base-2 captures/again-base-3 captures/again-base-4 "
+        "-o tolerances/job-2.toml",
+        f"# candidate, commit ce9f454b00 + changes; {PUT_BACK}",
+        f"{TO_OPT}probe record -o captures/again-opt-1 --seed 42 --steps 1-5 -- {job} --fused",
+        f"# {BRANCH}",
+        "probe diff captures/base-0 --candidate captures/opt-0 captures/again-opt-1 -t tolerances/job-2.toml",
     ]
 
 
 def test_a_run_to_add_comes_after_the_one_it_is_like_and_a_name_without_a_number_gets_one() -> None:
-    for path, added in (("c/opt-4", "c/opt-5"), ("c/fused", "c/fused-1")):
+    for path, added in (("c/opt-4", "c/again-opt-5"), ("c/fused", "c/again-fused-1")):
         runs = (*INCONCLUSIVE.runs[:1], replace(CANDIDATE, path=path))
         assert parsed(adding(replace(INCONCLUSIVE, runs=runs))[3])["output"] == Path(added)
 
 
 def test_without_tolerances_repeats_come_first_and_perturbed_runs_where_these_are_identical() -> None:
     wanted = Wanted(baselines=2, if_identical=("ulp:1", "ulp:2"), calibration=True)
-    short = [replace(RUN, command="python t.py"), replace(CANDIDATE, command="python t.py")]
+    short = [replace(RUN, command="python t.py"), replace(CANDIDATE, command="python t.py", commit=RUN.commit)]
+    short[1] = replace(short[1], dirty=False)
     none = replace(
         INCONCLUSIVE, runs=tuple(short), wanted=wanted, calibration=None, tolerances="", first_divergence=None
     )
     assert script(next_commands(none), ADD_RUNS) == [
         "# baseline, commit 0391d1c7aa",
-        "probe record -o captures/base-1 --seed 42 --steps 1-5 -- python t.py",
-        "probe record -o captures/base-2 --seed 42 --steps 1-5 -- python t.py",
-        "probe calibrate captures/base-0 captures/base-1 captures/base-2 -o tolerances/job.toml",
+        "probe record -o captures/again-base-1 --seed 42 --steps 1-5 -- python t.py",
+        "probe record -o captures/again-base-2 --seed 42 --steps 1-5 -- python t.py",
+        "probe calibrate captures/base-0 captures/again-base-1 captures/again-base-2 -o tolerances/job.toml",
         "# baseline, commit 0391d1c7aa; only where these repeats are bit-identical",
         "probe record -o captures/ulp-1 --seed 42 --steps 1-5 --perturb ulp:1 -- python t.py",
         "probe record -o captures/ulp-2 --seed 42 --steps 1-5 --perturb ulp:2 -- python t.py",
-        "probe calibrate captures/base-0 captures/base-1 captures/base-2 captures/ulp-1 captures/ulp-2 "
-        "-o tolerances/job.toml --force",
-        "# compare again",
+        "probe calibrate captures/base-0 captures/again-base-1 captures/again-base-2 captures/ulp-1 captures/ulp-2 "
+        "-o tolerances/job-2.toml",
+        "# compare again; where the repeats were bit-identical, with -t tolerances/job-2.toml",
         "probe diff captures/base-0 captures/opt-0 -t tolerances/job.toml",
     ]
 
@@ -174,7 +187,7 @@ def test_bit_identical_runs_get_the_lines_that_measure_them() -> None:
     assert perturbed_calibration(runs, ("layer:1", "layer:2"), output="t.toml") == [
         "probe record -o captures/layer-1 --seed 42 --steps 1-5 --perturb layer:1 -- python t.py",
         "probe record -o captures/layer-2 --seed 42 --steps 1-5 --perturb layer:2 -- python t.py",
-        "probe calibrate captures/base-0 captures/base-1 captures/layer-1 captures/layer-2 -o t.toml --force",
+        "probe calibrate captures/base-0 captures/base-1 captures/layer-1 captures/layer-2 -o t-2.toml",
     ]
     assert perturbed_calibration([replace(RUN, command="")], ("ulp:1",), output="t.toml") == []
 
@@ -232,5 +245,7 @@ def test_the_lines_of_a_real_comparison_run_as_they_are_printed(tmp_path: Path) 
         shell(line)
     again = shell(lines[2], 1)
     assert "First divergence: step 1" in again
-    names = shell("probe show 'c d/base-0-full' --json")
+    names = shell("probe show 'c d/full-base-0' --json")
     assert '"full": [' in names
+    assert "Both arms kept it whole: `Tensors kept whole` says which of its elements differ." in " ".join(again.split())
+    assert "probe record" not in again.partition("First divergence")[2]

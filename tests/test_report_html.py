@@ -82,7 +82,7 @@ def test_what_a_reader_must_know_stands_with_the_verdict() -> None:
         "1 check judged nothing: LoRA parameters of every block after step (no quantity of this check is in both "
         "arms).",
         "1 check proved nothing by passing, for a scrambled run would pass too (vacuous): norm outputs.",
-        "8 of 2,538 values were not judged, in 1 check; the rows say why.",
+        "10 of 2,538 values were not judged, in 2 checks; the rows say why.",
     ]
 
 
@@ -256,7 +256,8 @@ def test_a_browser_shows_the_table_of_the_json_object(tmp_path: Path) -> None:
     assert sorted(row[0] for row in rows) == sorted(found)
     for what, where, _, difference, allowed, verdict in rows:
         check = found[what]
-        above = f" {check['above']:,} of {check['cells']:,}" if check["verdict"] in ("above", "not finite") else ""
+        of = check["cells"] + check["unjudged_failures"]
+        above = f" {check['above']:,} of {of:,}" if check["verdict"] in ("above", "not finite") else ""
         assert (verdict, where) == (f"{check['verdict']}{above}", check["where"].partition("`")[0])
         for shown, number in ((difference, check["difference"]), (allowed, check["tolerance"])):
             if shown.endswith(" %"):

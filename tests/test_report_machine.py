@@ -14,7 +14,8 @@ TOP += ["tensors", "calibration"]
 DIVERGED = ["step", "microbatch", "rank", "kind", "name", "order", "difference", "tolerance", "origin"]
 CHECK = [
     *["what", "where", "verdict", "difference", "unit", "tolerance", "form", "spread", "worst"],
-    *["cells", "above", "not_compared", "smallest_detectable", "vacuous", "flaky", "assumed"],
+    *["cells", "above", "unjudged_failures", "not_compared", "smallest_detectable", "finest_detectable"],
+    *["vacuous", "flaky", "assumed"],
 ]
 WORST = ["step", "rank", "name", "expected", "actual", "shown"]
 
@@ -69,8 +70,10 @@ def test_a_check_and_a_divergence_become_these_objects() -> None:
             },
             "cells": 1240,
             "above": 31,
+            "unjudged_failures": 0,
             "not_compared": 0,
             "smallest_detectable": 0.0061,
+            "finest_detectable": 0.00012,
             "vacuous": False,
             "flaky": False,
             "assumed": False,
@@ -135,12 +138,12 @@ def test_what_to_run_next_is_a_list_of_command_lines() -> None:
     assert found[-1] == {
         "purpose": "narrow down",
         "arm": None,
-        "command": "probe diff captures/base-0-full captures/opt-0-full -t tolerances/job.toml",
+        "command": "probe diff captures/full-base-0 captures/full-opt-0 -t tolerances/job.toml",
     }
     assert [(each["purpose"], each["arm"]) for each in json.loads(to_json(INCONCLUSIVE))["next"]] == [
         ("add runs", "baseline"),
         ("add runs", "baseline"),
-        ("add runs", None),
+        ("add runs", "baseline"),
         ("add runs", "candidate"),
         ("add runs", None),
         ("narrow down", "baseline"),

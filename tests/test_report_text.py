@@ -12,6 +12,8 @@ from report_cases import FAILING, INCONCLUSIVE, NOT_COMPARABLE, PASSING
 from probe.report import text
 from probe.report.text import print_comparison, report_lines, to_text
 
+PASTED = ("    probe ", "    git ", "    # ")
+"""How the lines to paste begin, which are not wrapped."""
 REPORTS = Path(__file__).parent / "reports"
 
 
@@ -51,7 +53,7 @@ def test_all_lines_but_the_verdict_and_the_commands_to_paste_fit_the_width() -> 
     for comparison in (PASSING, FAILING, INCONCLUSIVE, NOT_COMPARABLE):
         for everything in (False, True):
             lines = to_text(comparison, everything=everything).splitlines()
-            assert max(len(line) for line in lines[:-1] if not line.startswith("    probe ")) <= text.WIDTH
+            assert max(len(line) for line in lines[:-1] if not line.startswith(PASTED)) <= text.WIDTH
 
 
 def test_the_table_goes_to_a_pipe_without_colour(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,10 @@ import pytest
 from report_cases import ABOVE, ATTENTION, BATCH, DIVERGENCE, FAILING, LONG, LOSS, NAN, NOT_FINITE, PASSING, RUN, STATE
 
 from probe.judge.command_change import command_change
-from probe.judge.comparison import Place, Shown, Verdict
+from probe.judge.comparison import Coverage, Place, Shown, Verdict
 from probe.point import Kind
 from probe.report import words
+from probe.report.legend import metrics, tight
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,27 @@ def test_the_spread_shown_is_that_of_the_place_whose_tolerance_is_shown() -> Non
     ]
 
 
+def test_what_the_tolerances_do_not_know_says_what_to_do() -> None:
+    unknown = replace(LONG, not_compared_why="8 without a tolerance")
+    assert [words.not_compared(unknown, file) for file in ("t.toml", "")] == [
+        "8 values not compared (8 without a tolerance); not recorded when t.toml was calibrated: calibrate again from "
+        "runs that have them, or leave out -t",
+        "8 values not compared (8 without a tolerance)",
+    ]
+
+
+def test_a_horizon_of_tolerances_that_end_is_not_called_drift() -> None:
+    found = [
+        words.horizon(replace(ATTENTION, horizon=horizon, covered=covered))
+        for horizon, covered in ((1, (1,)), (3, (1, 2, 3)), (0, (1, 2)))
+    ]
+    assert found == [
+        "judged up to step 1 only: the tolerances cover step 1",
+        "judged up to step 3 only: the tolerances cover steps 1-3",
+        "judged at no step: the tolerances cover steps 1-2",
+    ]
+
+
 def test_a_horizon_says_up_to_where_and_why() -> None:
     assert [words.horizon(replace(ATTENTION, horizon=step)) for step in (None, 0, 3)] == [
         "",
@@ -105,7 +127,7 @@ def test_a_command_is_described_by_what_it_changes(other: str, change: str) -> N
 
 def test_what_was_not_compared_says_how_much_and_why() -> None:
     checks = [LONG, replace(LONG, not_compared=1, not_compared_why=""), replace(STATE, not_compared=9), BATCH]
-    assert [words.not_compared(check) for check in checks] == [
+    assert [words.not_compared(check, "t.toml") for check in checks] == [
         "8 values not compared (no quantity of this check is in both arms)",
         "1 value not compared",
         "",
@@ -163,7 +185,56 @@ def test_a_divergence_of_something_exact_has_no_distance() -> None:
     exact = replace(exact, shown=Shown.TEXT)
     assert words.divergence_values(exact) == "differs where exactness is judged, expected 'fa2', actual 'sdpa'"
     assert words.divergence_values(DIVERGENCE) == (
-        "difference 21.3 %, tight tolerance 0.411 %, l2 norm expected 12.3, actual 12.6"
+        "difference 21.3 %, 51.8 x its tight tolerance (0.411 %), l2 norm expected 12.3, actual 12.6"
+    )
+
+
+def test_a_divergence_that_has_no_ratio_names_the_tolerance_alone() -> None:
+    assert words.divergence_values(replace(DIVERGENCE, difference=float("nan"))).startswith(
+        "difference -, tight tolerance 0.411 %, "
+    )
+    far = words.divergence_values(replace(DIVERGENCE, difference=4.4, tolerance=0.001))
+    assert far.startswith("difference 440 %, 4,400 x its tight tolerance (0.1 %), ")
+
+
+def test_what_a_check_sees_is_a_range_where_its_quantities_differ() -> None:
+    checks = [
+        ATTENTION,
+        replace(ATTENTION, finest_detectable=0.0061),
+        replace(BATCH, smallest_detectable=0.0, finest_detectable=0.0),
+        replace(ATTENTION, finest_detectable=float("nan")),
+        LOSS,
+    ]
+    assert [words.detectable_range(check) for check in checks] == ["0.012 % to 0.61 %", "0.61 %", "any", "0.61 %", "-"]
+
+
+def test_the_parts_of_the_coverage_add_up() -> None:
+    unit = "A value is one quantity at one step, in one microbatch, on one rank."
+    counted = Coverage(
+        matched=1000,
+        missing=("a", "b"),
+        unexpected=("c",),
+        reshaped=("d",),
+        retyped=("e", "f"),
+        missing_cells=90,
+        unexpected_cells=5,
+        reshaped_cells=1,
+    )
+    assert [words.coverage(each) for each in (counted, Coverage(matched=1), Coverage(matched=7, missing=("a",)))] == [
+        "1,000 of 1,096 values in both arms, of which 2 quantities have another element type; the others: 2 quantities "
+        f"(90 values) only in the baseline, 1 quantity (5 values) only in the candidate, 1 quantity (1 value) with "
+        f"another shape. {unit}",
+        f"1 value in both arms; there are no others. {unit}",
+        f"7 values in both arms; the others: 1 quantity only in the baseline. {unit}",
+    ]
+
+
+def test_what_cannot_be_judged_is_no_part_of_what_was_judged() -> None:
+    lost = replace(ABOVE, verdict=Verdict.MISSING, above=91, unjudged_failures=90, not_compared=90)
+    assert words.verdict(lost) == "missing 91 of 1,330"
+    assert words.totals([lost, BATCH]) == (
+        "1 of 1,270 values that were judged is above tolerance; 90 more are missing, of another shape or type, or not "
+        "finite."
     )
 
 
@@ -176,18 +247,18 @@ def test_values_that_are_norms_say_so() -> None:
 
 def test_an_estimated_norm_is_called_an_estimate() -> None:
     sketched = replace(ATTENTION, metric="||a - b|| / ||b|| (sketch)")
-    assert words.metrics([sketched]) == [
+    assert metrics([sketched]) == [
         "difference: ||a - b|| / ||b|| (sketch).",
         "sketch: the norm of the difference is estimated from 251 signed sums over the tensor, within 4.5 % (one "
         "standard deviation).",
         "l2 norm: the size of the whole tensor in each arm; two tensors of one size can still differ.",
     ]
-    assert not any(line.startswith("sketch") for line in words.metrics([ATTENTION, LOSS]))
+    assert not any(line.startswith("sketch") for line in metrics([ATTENTION, LOSS]))
 
 
 def test_the_tight_tolerance_is_explained_where_it_is_not_the_only_one() -> None:
     exact = replace(FAILING, first_divergence=replace(DIVERGENCE, tolerance=0.0))
-    texts = [words.tight(each) for each in (FAILING, PASSING, exact, replace(FAILING, calibration=None))]
+    texts = [tight(each) for each in (FAILING, PASSING, exact, replace(FAILING, calibration=None))]
     assert texts == [
         "tight tolerance: what the quantity's own spread and floor allow; sibling layers count in the table only.",
         "",

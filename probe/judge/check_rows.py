@@ -14,7 +14,7 @@ import numpy as np
 
 from probe.check import DECLARED, NO_CHECK, Check, is_default
 from probe.judge.cells import Judgement
-from probe.judge.comparison import CheckResult, Place, Shown, Verdict, Worst
+from probe.judge.comparison import WITHOUT_TOLERANCE, CheckResult, Place, Shown, Verdict, Worst
 from probe.judge.fit import fit
 from probe.judge.limits import Limits
 from probe.measure.differences import MISSING, UNEXPECTED
@@ -153,11 +153,15 @@ def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None)
     if not there.any():
         return None
     judged = mine & ~np.isnan(judgement.excess)
-    shown_cells = judged if judged.any() or check.form != "record only" else mine & d.present
+    shown_cells = judged
+    if not judged.any():
+        shown_cells = mine & (d.present if check.form == "record only" else judgement.unknown & ~judgement.exact)
     worst = _worst(judgement, shown_cells, check)
+    failing = mine & (judgement.above | judgement.poisoned | judgement.lost)
     exact = bool(judgement.exact[judged].all()) if judged.any() else check.form == "exact"
     spread = judgement.spread[shown_cells & ~judgement.exact]
     vacuous, horizon = _power(judgement, limits, mine & d.present & ~judgement.exact, check)
+    finest, smallest = _smallest(judgement, judged)
     fitting, needed = fit(judgement, judged)
     form = "exact" if exact and check.form == "calibrated" else check.form
     return CheckResult(
@@ -173,13 +177,16 @@ def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None)
         worst=worst,
         quantities=len(set(d.index.of_cell[np.flatnonzero(there.any(axis=(0, 1)))])),
         cells=int(judged.sum()),
-        above=int((mine & (judgement.above | judgement.poisoned | judgement.lost)).sum()),
+        above=int(failing.sum()),
         not_compared=int((there & ~judged).sum()),
-        not_compared_why=_why_not(judgement, there & ~judged, check),
-        smallest_detectable=_smallest(judgement, judged),
+        not_compared_why=_why_not(judgement, limits, there & ~judged, check),
+        smallest_detectable=smallest,
+        finest_detectable=finest,
+        unjudged_failures=int((failing & ~judged).sum()),
         vacuous=vacuous,
         assumed=bool(judgement.assumed[judged].any()),
         horizon=horizon,
+        covered=() if horizon is None else _covered(judgement, limits, horizon),
         bound=check.bound,
         fit=fitting,
         needed=needed,
@@ -230,7 +237,8 @@ def _verdict(judgement: Judgement, mine: BoolArray, judged: BoolArray, check: Ch
 def _worst(judgement: Judgement, cells: BoolArray, check: Check) -> Worst | None:
     if not cells.any():
         return None
-    measure = judgement.shown if check.form == "record only" else judgement.excess
+    unjudged = bool(np.isnan(judgement.excess[cells]).all())
+    measure = judgement.shown if unjudged else judgement.excess
     ranked = np.where(cells & ~np.isnan(measure), measure, -1.0)
     # Among cells that are infinitely or equally far off, the earliest is the most telling.
     s, r, cell = (int(i) for i in np.unravel_index(int(np.argmax(ranked)), ranked.shape))
@@ -248,19 +256,27 @@ def _worst(judgement: Judgement, cells: BoolArray, check: Check) -> Worst | None
     )
 
 
-def _smallest(judgement: Judgement, judged: BoolArray) -> float:
-    """Return the least relative change that would have been flagged in *any* quantity of the check.
+def _smallest(judgement: Judgement, judged: BoolArray) -> tuple[float, float]:
+    """Return the least relative changes that would have been flagged: in the most sensitive quantity, and in *any*.
 
-    It is the largest tolerance among the members at the first judged step: the smallest one would say what the luckiest
-    quantity sees, and a reader would take it for all of them.
+    These are the smallest and the largest tolerance among the members at the first judged step. The largest is what the
+    check vouches for: the smallest one says what the luckiest quantity sees.
     """
     cells = judged & ~judgement.exact
     if not cells.any():
-        return 0.0 if judged.any() else float("nan")
+        return (0.0, 0.0) if judged.any() else (float("nan"), float("nan"))
     first = int(np.argmax(cells.any(axis=(1, 2))))
     with np.errstate(all="ignore"):
         allowed = judgement.relative_tolerance[first][cells[first]]
-    return float(np.nanmax(allowed)) if not np.isnan(allowed).all() else float("nan")
+    if np.isnan(allowed).all():
+        return float("nan"), float("nan")
+    return float(np.nanmin(allowed)), float(np.nanmax(allowed))
+
+
+def _covered(judgement: Judgement, limits: Limits | None, horizon: int) -> tuple[int, ...]:
+    """Return the calibrated steps where it is their end that ends the judging."""
+    later = [step for step in judgement.differences.steps if step > horizon]
+    return limits.steps if limits is not None and later and later[0] > limits.steps[-1] else ()
 
 
 def _power(judgement: Judgement, limits: Limits | None, cells: BoolArray, check: Check) -> tuple[bool, int | None]:
@@ -289,18 +305,20 @@ def _scrambled_passes(judgement: Judgement, limits: Limits, cells: BoolArray) ->
     return bool(known.any() and (judgement.relative_tolerance[known] >= control[known]).all())
 
 
-def _why_not(judgement: Judgement, cells: BoolArray, check: Check) -> str:
+def _why_not(judgement: Judgement, limits: Limits | None, cells: BoolArray, check: Check) -> str:
     if check.form == "record only":
         return "recorded only" if cells.any() else ""
     d = judgement.differences
+    after = np.zeros(len(d.steps), dtype=bool) if limits is None else np.array(d.steps) > limits.steps[-1]
     reasons = (
         ("in the baseline only", d.absent == MISSING),
         ("in the candidate only", d.absent == UNEXPECTED),
         ("not finite", judgement.poisoned | judgement.blind),
         ("of another shape", d.present & d.reshaped & ~judgement.exact),
         ("after other data", judgement.after_data),
+        ("after the last calibrated step", judgement.beyond & after[:, None, None]),
         ("beyond the horizon", judgement.beyond),
-        ("without a tolerance", judgement.unknown),
+        (WITHOUT_TOLERANCE, judgement.unknown),
     )
     counts: Counter[str] = Counter()
     left = cells.copy()

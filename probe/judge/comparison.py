@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from probe.measure.elementwise import ElementsCompared
 
 
+WITHOUT_TOLERANCE = "without a tolerance"
+"""Why a value was not judged that the calibration did not have."""
+
+
 class Outcome(str, Enum):
     """The answer to the whole question. Its exit status: 0 equivalent, 1 different, 2 for the other two."""
 
@@ -126,18 +130,25 @@ class CheckResult:
     cells: int
     """(series, microbatch, step, rank) cells judged."""
     above: int
-    """Cells above tolerance."""
+    """Cells above tolerance, missing, or not finite."""
     not_compared: int
     """Cells present in one arm only, or of another shape, or beyond the horizon."""
     not_compared_why: str = ""
     smallest_detectable: float = float("nan")
-    """Least relative change that would have been flagged, at the first judged step; NaN if not known."""
+    """Least relative change that would have been flagged in any quantity of the check, at the first judged step; NaN if
+    not known."""
+    finest_detectable: float = float("nan")
+    """The same in the most sensitive quantity of the check."""
+    unjudged_failures: int = 0
+    """Cells among `above` that are not among `cells`: there is nothing to judge in what is missing or not finite."""
     vacuous: bool = False
     """A scrambled run would pass this check."""
     assumed: bool = False
     """At least one tolerance is an assumed floor: nothing was measured."""
     horizon: int | None = None
     """Last step judged in every quantity of the check, when shorter than the run."""
+    covered: tuple[int, ...] = ()
+    """Steps that were calibrated, where the judging ends because they do; empty: it ends because of the spread."""
     bound: str = ""
     """The tolerance as a plan declares it, e.g. `15 % or 0.03 abs`; empty when it was calibrated."""
     fit: str = ""
@@ -170,6 +181,8 @@ class FirstDivergence:
     """One sentence: what to look at, or to record, to narrow it down."""
     keep: tuple[str, ...] = ()
     """Selections of the tensors that are worth keeping whole in both arms; empty where none would tell more."""
+    ahead: str = ""
+    """Label of the nearest quantity recorded before it that could be compared."""
     unit: str = "relative"
     """Unit of the difference and the tolerance: `relative`, `absolute` or `ratio`."""
     shown: Shown = Shown.VALUE
@@ -189,6 +202,10 @@ class Coverage:
     reshaped: tuple[str, ...] = ()
     retyped: tuple[str, ...] = ()
     """Labels whose shape, or element type, differs."""
+    missing_cells: int = 0
+    unexpected_cells: int = 0
+    reshaped_cells: int = 0
+    """Cells of the labels above; together with `matched` they are all cells there are. 0 beside labels: not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

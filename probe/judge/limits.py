@@ -40,6 +40,8 @@ class Limits:
     """[series]"""
     known: FloatArray
     """[series] 1 where the calibration has the series."""
+    steps: tuple[int, ...]
+    """Steps that were calibrated: what comes after the last one is not judged."""
     assumed: bool
     """The tolerances are assumed floors: the runs they come from were bit-identical, and none was perturbed."""
 
@@ -98,6 +100,7 @@ def lay_out(
         control=control,
         mark=tuple(marks),
         known=known,
+        steps=tuple(tolerances.steps),
         assumed=tolerances.assumed,
     )
 

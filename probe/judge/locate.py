@@ -20,6 +20,7 @@ from probe.judge.comparison import FirstDivergence, Origin, Place
 from probe.measure.differences import MISSING
 from probe.measure.series import BEFORE, CLIPPED, BoolArray, FloatArray
 from probe.point import Key, Kind
+from probe.selection import matches, patterns_by_kind
 
 LARGEST_MARGIN = 3.0
 """Ratio to the tight tolerance that is asked of the first divergence when the rest of the evidence is overwhelming."""
@@ -131,7 +132,8 @@ def _describe(
         because=because,
         after=_after(judgement, off, spot),
         next=_next(place, missing=missing),
-        keep=_keep(key, ahead, missing=missing),
+        keep=_recorded(_keep(key, ahead, missing=missing), d.keys),
+        ahead="" if ahead is None else ahead.label,
         unit=_unit(judgement, spot),
         shown=shown_of(judgement, spot.s, r, spot.cell),
     )
@@ -186,10 +188,12 @@ def _origin(judgement: Judgement, ratio: FloatArray, spot: _Spot) -> tuple[Origi
             off = f"{d.keys[cell].label}, recorded just before it, is slightly off already ({share})."
             return Origin.BEFORE, off, d.keys[cell]
         if unseen:
-            names = f"{unseen[-1]} and {len(unseen) - 1} more" if len(unseen) > 1 else unseen[-1]
+            count = f"{len(unseen)} values that" if len(unseen) > 1 else "1 value that"
+            first = f", the first of them {unseen[-1]}" if len(unseen) > 1 else f": {unseen[-1]}"
             return (
                 Origin.UNKNOWN,
-                f"{names} between {d.keys[cell].label} (within, {share}) and it could not be compared.",
+                f"{d.keys[cell].label} is within tolerance ({share}). Between it and this place, {count} the baseline "
+                f"has could not be compared{first}.",
                 d.keys[cell],
             )
         # Up to the margin, what is above ahead of the place may be luck: it is said, and not taken for the origin.
@@ -244,7 +248,7 @@ def _after(judgement: Judgement, off: BoolArray, spot: _Spot) -> str:
 
 
 def _next(place: Place, *, missing: bool) -> str:
-    """Say what to look at, or to record, in one sentence; `_keep` names the tensors that it speaks of."""
+    """Say what to look at, in one sentence; nothing where only more recording tells more."""
     step = place.step
     if missing:
         return f"Find out why the candidate has no {place.kind.value} of {place.name!r} at step {step}."
@@ -254,19 +258,28 @@ def _next(place: Place, *, missing: bool) -> str:
         return f"Compare how {place.name!r} is set in the two arms before step {step}."
     if place.kind is Kind.GRAD_NORM:
         return "Compare what is clipped, and by what norm, in the two arms; the gradients it is made of come before it."
-    keep = "keep the tensors around it whole in both arms and compare again."
     if place.kind in (Kind.FORWARD, Kind.BACKWARD):
         between = "feeds" if place.kind is Kind.FORWARD else "follows"
         return (
-            f"Look at the code that {between} {place.name!r} "
-            f"(what is no module there can be named with `probe.tap`), or {keep}"
+            f"Look at the code that {between} {place.name!r} (what is no module there can be named with `probe.tap`; "
+            "new values have no tolerance until you calibrate with them: compare without -t)."
         )
     if place.kind is Kind.LOSS:
         return (
             f"Look at the code between the model's output and {place.name!r} (functions there can be recorded by name, "
-            f"`calls` in a plan), or {keep}"
+            "`calls` in a plan; new values have no tolerance until you calibrate with them: compare without -t)."
         )
-    return keep[0].upper() + keep[1:]
+    return ""
+
+
+def _recorded(selections: Sequence[str], keys: Sequence[Key]) -> tuple[str, ...]:
+    """Drop what selects nothing that was recorded: a list of modules, say, has no output to keep."""
+
+    def is_there(selection: str) -> bool:
+        patterns = patterns_by_kind((selection,))
+        return any(matches(patterns[key.kind], key.name, key.item) for key in keys)
+
+    return tuple(selection for selection in selections if is_there(selection))
 
 
 def _keep(key: Key, ahead: Key | None, *, missing: bool) -> tuple[str, ...]:
@@ -284,8 +297,10 @@ def _keep(key: Key, ahead: Key | None, *, missing: bool) -> tuple[str, ...]:
     elif key.kind is Kind.PARAM:
         around = [own, f"grad/{key.name}"]
     elif key.kind in (Kind.FORWARD, Kind.BACKWARD) and module:
-        # With the dot: `blocks.1*` would keep blocks 10 to 19 too.
-        around = [f"{key.kind.value}/{module}", f"{key.kind.value}/{module}.*"]
+        # With the dot: `blocks.1*` would keep blocks 10 to 19 too. What surrounds a numbered block is the whole model.
+        around = [own, f"{own}.*"]
+        if not key.name.rpartition(".")[2].isdigit():
+            around = [f"{key.kind.value}/{module}", f"{key.kind.value}/{module}.*"]
     else:
         around = [own]
     if ahead is not None and ahead.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.EXPLICIT):

@@ -11,6 +11,21 @@ if TYPE_CHECKING:
     from probe.judge.tolerance import Tolerance, Tolerances
 
 
+NOT_INFORMATIVE = (
+    "Not informative: members whose passing proves little: a scrambled run is within the tolerance, or hardly above "
+    "it, or nothing was measured for it."
+)
+SELF_TEST = (
+    "Self-test: the first baseline against itself, scrambled; tolerances that do not find it different would find no "
+    "fault either."
+)
+NOT_RUN = {
+    "step shift": " (it takes two recorded steps)",
+    "rank rotation": " (it takes two ranks)",
+}
+"""What each form of scrambling needs."""
+
+
 def calibration_table(tolerances: Tolerances, add: Sequence[str] = ()) -> str:
     """Return the table as text: members, spread, tolerance, members without spread, and what is assumed.
 
@@ -50,6 +65,10 @@ def _remarks(tolerances: Tolerances, add: Sequence[str]) -> Iterator[str]:
         if add:
             yield "To measure them, record the unmodified code perturbed (--perturb) and calibrate again:"
             yield from (f"  {line}" for line in add)
+    if any(member.mark for members in tolerances.families.values() for member in members.values()):
+        yield NOT_INFORMATIVE
     for name, result in tolerances.self_test.items():
-        yield f"Self-test, {name}: {result}."
+        yield f"Self-test, {name}: {result}{NOT_RUN.get(name, '') if result == 'not run' else ''}."
+    if tolerances.self_test:
+        yield SELF_TEST
     yield from (f"Note: {note}" for note in tolerances.notes)

@@ -7,7 +7,6 @@ writes for.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,10 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from probe.judge.tolerance import K
-from probe.report import words
+from probe.report import recorded, words
+from probe.report.checkouts import Checkout, checkout
+from probe.report.free_names import FreeNames
+from probe.report.narrowing import INSIDE, KEEP, Narrowing, narrowing
 
 if TYPE_CHECKING:
     from probe.judge.comparison import Comparison, FirstDivergence, RunSummary, Wanted
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 ADD_RUNS, NARROW_DOWN = "add runs", "narrow down"
 FIRST_TOLERANCES = "tolerances/job.toml"
 """Where tolerances are suggested to go when there are none yet."""
-_KEPT = "-full"
+AGAIN, KEPT, OPENED = "again-", "full-", "inside-"
+"""Beginnings of the names of new captures: the globs that name the compared ones do not pick them up."""
+_HERE_DOCUMENT = "END"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,31 +75,37 @@ def record_command(
 
 
 def reproduce(comparison: Comparison) -> list[str]:
-    """Return the command lines that repeat the comparison, with a comment before each arm."""
-    baselines = [run.path for run in comparison.runs if run.arm == "baseline"]
-    candidates = [run.path for run in comparison.runs if run.arm == "candidate"]
-    if not baselines or not candidates:
+    """Return the command lines that repeat the comparison in new folders, with a comment before each arm."""
+    arms = {arm: [run for run in comparison.runs if run.arm == arm] for arm in ("baseline", "candidate")}
+    if not all(arms.values()):
         return []
     if any(run.in_process for run in comparison.runs):
-        return list(dict.fromkeys(run.command for run in comparison.runs if run.arm == "candidate" and run.command))
+        return list(dict.fromkeys(run.command for run in arms["candidate"] if run.command))
+    names, outputs, tolerances = _names(comparison), {}, comparison.tolerances
     lines = []
-    for arm in ("baseline", "candidate"):
-        runs = [run for run in comparison.runs if run.arm == arm]
-        lines.append(f"# {arm}, commit {', '.join(dict.fromkeys(words.commit(run) for run in runs))}")
-        lines += [record_command(run, plan=comparison.plan) for run in runs]
-        calibrated = _calibrated_from(comparison)
-        if arm == "baseline" and comparison.tolerances and len(calibrated) > 1:
-            lines += [record_command(run, plan=comparison.plan) for run in _only_calibrated(comparison, runs[0])]
-            lines.append(_calibrate(comparison, calibrated))
-    return [*lines, _diff(comparison, baselines, candidates, comparison.tolerances)]
+    for arm, other in (("baseline", "candidate"), ("candidate", "baseline")):
+        runs = list(arms[arm])
+        code = checkout(runs[0], arms[other][0])
+        calibrated = _calibrated_from(comparison) if arm == "baseline" and comparison.tolerances else []
+        if len(calibrated) > 1:
+            runs += _only_calibrated(comparison, runs[0])
+        lines.append(f"# {code.remark}")
+        for run in runs:
+            outputs[run.path] = names.beside(run.path, AGAIN)
+            lines.append(_recorded(run, code, output=outputs[run.path], plan=comparison.plan))
+        if len(calibrated) > 1:
+            tolerances = names.beside(comparison.tolerances, AGAIN)
+            lines.append(_calibrate(comparison, [outputs.get(path, path) for path in calibrated], tolerances))
+    baselines, candidates = ([outputs[run.path] for run in runs] for runs in arms.values())
+    return [*lines, _diff(comparison, baselines, candidates, tolerances)]
 
 
 def next_commands(comparison: Comparison) -> list[Command]:
     """Return what to run next: the runs that would settle the verdict, then what narrows the divergence down."""
-    found = comparison.first_divergence
+    found, names = comparison.first_divergence, _names(comparison)
     return [
-        *(_added(comparison, comparison.wanted) if comparison.wanted else ()),
-        *(_narrowing(comparison, found) if found is not None else ()),
+        *(_added(comparison, comparison.wanted, names) if comparison.wanted else ()),
+        *(_narrowing(comparison, found, names) if found is not None else ()),
     ]
 
 
@@ -107,15 +117,17 @@ def perturbed_calibration(
     Args:
         runs: Runs of the unmodified code; nothing is returned where the first one was not started by a command.
         perturbations: Such as `ulp:1`.
-        output: Tolerance file to replace.
+        output: Tolerance file that there is; the new one is written beside it.
         plan: Plan file whose checks name the families.
         k: Multiple of the spread.
     """
     if not runs or not runs[0].command:
         return []
-    added = list(perturbed_runs(runs[0], perturbations, plan=plan))
+    names = FreeNames([*(run.path for run in runs), output])
+    code = Checkout(remark="")
+    added = list(_perturbed(runs[0], code, perturbations, names, plan=plan))
     captures = [*(run.path for run in runs), *(path for path, _ in added)]
-    return [*(line for _, line in added), calibrate_command(captures, output=output, plan=plan, k=k, force=True)]
+    return [*(line for _, line in added), calibrate_command(captures, output=names.file(output), plan=plan, k=k)]
 
 
 def script(commands: Iterable[Command], purpose: str) -> list[str]:
@@ -127,25 +139,44 @@ def script(commands: Iterable[Command], purpose: str) -> list[str]:
         if command.remark and command.remark != said:
             lines.append(f"# {command.remark}")
         said = command.remark
-        lines.append(command.line)
+        lines += command.line.splitlines()
     return lines
 
 
-def perturbed_runs(run: RunSummary, perturbations: Iterable[str], *, plan: str = "") -> Iterator[tuple[str, str]]:
+def _perturbed(
+    run: RunSummary, code: Checkout, perturbations: Iterable[str], names: FreeNames, *, plan: str = ""
+) -> Iterator[tuple[str, str]]:
     """Yield the folder and the command line of each perturbed run of the unmodified code."""
     for how in perturbations:
-        output = str(PurePath(run.path).with_name(how.replace(":", "-")))
-        yield output, record_command(run, output=output, perturb=how, plan=plan)
+        output = names.wanted(str(PurePath(run.path).with_name(how.replace(":", "-"))), AGAIN)
+        yield output, _recorded(run, code, output=output, perturb=how, plan=plan)
+
+
+def _recorded(
+    run: RunSummary,
+    code: Checkout,
+    *,
+    output: str,
+    steps: str = "",
+    full: Iterable[str] = (),
+    perturb: str = "",
+    plan: str = "",
+) -> str:
+    """Return the command line that records a run again in the code of its arm."""
+    output, plan = code.path(output), code.path(plan)
+    return code(record_command(run, output=output, steps=steps, full=full, perturb=perturb, plan=plan))
+
+
+def _names(comparison: Comparison) -> FreeNames:
+    """Return free names: what the comparison is made of is taken even where it is not on this machine."""
+    taken = [*(run.path for run in comparison.runs), *_calibrated_from(comparison)]
+    return FreeNames([*taken, *([comparison.tolerances] if comparison.tolerances else [])])
 
 
 def _first(comparison: Comparison, arm: str) -> RunSummary | None:
     """Return an arm's first run, if it can be started again."""
     run = next((run for run in comparison.runs if run.arm == arm), None)
     return run if run is not None and run.command and not run.in_process else None
-
-
-def _remark(run: RunSummary) -> str:
-    return f"{run.arm}, commit {words.commit(run)}" if run.commit else f"the {run.arm}'s code"
 
 
 def _calibrated_from(comparison: Comparison) -> list[str]:
@@ -167,24 +198,16 @@ def _only_calibrated(comparison: Comparison, like: RunSummary) -> Iterator[RunSu
             yield replace(like, path=path, run_id=run.run_id, command=run.command, perturb=run.perturb)
 
 
-def _calibrate(comparison: Comparison, captures: Iterable[str], *, force: bool = False) -> str:
-    return calibrate_command(
-        captures,
-        output=comparison.tolerances or FIRST_TOLERANCES,
-        plan=comparison.plan,
-        k=K if comparison.calibration is None else comparison.calibration.k,
-        force=force or bool(comparison.tolerances),
-    )
+def _calibrate(comparison: Comparison, captures: Iterable[str], output: str) -> str:
+    k = K if comparison.calibration is None else comparison.calibration.k
+    return calibrate_command(captures, output=output, plan=comparison.plan, k=k)
 
 
-def calibrate_command(
-    captures: Iterable[str], *, output: str, plan: str = "", k: float = K, force: bool = False
-) -> str:
+def calibrate_command(captures: Iterable[str], *, output: str, plan: str = "", k: float = K) -> str:
     """Return the command line that measures tolerances."""
     parts = ["probe", "calibrate", *captures, "-o", output]
     parts += ["--plan", plan] if plan else []
-    parts += ["-k", f"{k:g}"] if k != K else []
-    return shlex.join([*parts, *(["--force"] if force else [])])
+    return shlex.join([*parts, *(["-k", f"{k:g}"] if k != K else [])])
 
 
 def _diff(comparison: Comparison, baselines: list[str], candidates: list[str], tolerances: str) -> str:
@@ -194,63 +217,92 @@ def _diff(comparison: Comparison, baselines: list[str], candidates: list[str], t
     return shlex.join([*parts, *(["--plan", comparison.plan] if comparison.plan else [])])
 
 
-def _added(comparison: Comparison, wanted: Wanted) -> Iterator[Command]:
+def _compare_again(*codes: Checkout) -> str:
+    switched = any(code.switch and not code.folder for code in codes)
+    return "compare again; `git switch BRANCH` brings you back to your branch" if switched else "compare again"
+
+
+def _added(comparison: Comparison, wanted: Wanted, names: FreeNames) -> Iterator[Command]:
     baseline, candidate = _first(comparison, "baseline"), _first(comparison, "candidate")
     if baseline is None or candidate is None:
         return
-    plan, remark = comparison.plan, _remark(baseline)
-    baselines = _calibrated_from(comparison)
+    plan, code, changed = comparison.plan, checkout(baseline, candidate), checkout(candidate, baseline)
+    calibrated = _calibrated_from(comparison)
+    lost = {run.path: run for run in _only_calibrated(comparison, baseline) if _is_lost(run, baseline)}
+    baselines = [path for path in calibrated if path not in lost]
     candidates = [run.path for run in comparison.runs if run.arm == "candidate"]
-    taken = {*baselines, *candidates}
+
+    def of_baseline(line: str, remark: str = "") -> Command:
+        return Command(purpose=ADD_RUNS, line=line, arm="baseline", remark=remark or code.remark)
+
+    for run in lost.values() if wanted.calibration else ():
+        baselines.append(names.beside(run.path, AGAIN))
+        yield of_baseline(_recorded(run, code, output=baselines[-1], plan=plan))
     for _ in range(wanted.baselines):
-        baselines.append(_numbered(baseline.path, taken))
-        line = record_command(baseline, output=baselines[-1], plan=plan)
-        yield Command(purpose=ADD_RUNS, line=line, arm="baseline", remark=remark)
-    for output, line in perturbed_runs(baseline, wanted.perturbed, plan=plan):
+        baselines.append(names.next(baseline.path, AGAIN))
+        yield of_baseline(_recorded(baseline, code, output=baselines[-1], plan=plan))
+    for output, line in _perturbed(baseline, code, wanted.perturbed, names, plan=plan):
         baselines.append(output)
-        yield Command(purpose=ADD_RUNS, line=line, arm="baseline", remark=remark)
+        yield of_baseline(line)
+    tolerances = comparison.tolerances
     if wanted.calibration:
-        yield Command(purpose=ADD_RUNS, line=_calibrate(comparison, baselines), remark=remark)
+        tolerances = names.new_file(tolerances or FIRST_TOLERANCES)
+        yield of_baseline(_calibrate(comparison, baselines, tolerances))
     if wanted.if_identical:
-        where = f"{remark}; only where these repeats are bit-identical"
-        for output, line in perturbed_runs(baseline, wanted.if_identical, plan=plan):
+        where = f"{code.remark}; only where these repeats are bit-identical"
+        for output, line in _perturbed(baseline, code, wanted.if_identical, names, plan=plan):
             baselines.append(output)
-            yield Command(purpose=ADD_RUNS, line=line, arm="baseline", remark=where)
-        yield Command(purpose=ADD_RUNS, line=_calibrate(comparison, baselines, force=True), remark=where)
+            yield of_baseline(line, where)
+        instead = names.new_file(FIRST_TOLERANCES)
+        yield of_baseline(_calibrate(comparison, baselines, instead), where)
     for _ in range(wanted.candidates):
-        candidates.append(_numbered(candidate.path, taken))
-        line = record_command(candidate, output=candidates[-1], plan=plan)
-        yield Command(purpose=ADD_RUNS, line=line, arm="candidate", remark=_remark(candidate))
+        candidates.append(names.next(candidate.path, AGAIN))
+        line = _recorded(candidate, changed, output=candidates[-1], plan=plan)
+        yield Command(purpose=ADD_RUNS, line=line, arm="candidate", remark=changed.remark)
     compared = [run.path for run in comparison.runs if run.arm == "baseline"]
-    tolerances = comparison.tolerances or (FIRST_TOLERANCES if wanted.calibration else "")
-    yield Command(purpose=ADD_RUNS, line=_diff(comparison, compared, candidates, tolerances), remark="compare again")
+    again = _compare_again(code, changed)
+    if wanted.if_identical:
+        again += f"; where the repeats were bit-identical, with -t {shlex.quote(instead)}"
+    yield Command(purpose=ADD_RUNS, line=_diff(comparison, compared, candidates, tolerances), remark=again)
 
 
-def _numbered(path: str, taken: set[str]) -> str:
-    """Return the next free path with a number at its end: `base-3` after `base-0` to `base-2`."""
-    digits = re.search(r"[0-9]*$", path)
-    own = digits[0] if digits else ""
-    stem = path.removesuffix(own) if own else f"{path}-"
-    first = int(own or 0) + 1
-    number = next(number for number in range(first, first + len(taken) + 1) if f"{stem}{number}" not in taken)
-    taken.add(f"{stem}{number}")
-    return f"{stem}{number}"
+def _is_lost(run: RunSummary, baseline: RunSummary) -> bool:
+    """Say whether a run that the tolerances come from is not where it was, or another one is there."""
+    there = recorded.run_id(run.path)
+    return there != run.run_id if there else bool(recorded.run_id(baseline.path))
 
 
-def _narrowing(comparison: Comparison, found: FirstDivergence) -> Iterator[Command]:
+def _narrowing(comparison: Comparison, found: FirstDivergence, names: FreeNames) -> Iterator[Command]:
     baseline, candidate = _first(comparison, "baseline"), _first(comparison, "candidate")
     if baseline is None or candidate is None:
         return
-    if not found.keep:
+    how = narrowing(comparison)
+    if how.what not in (KEEP, INSIDE):
         yield from _shown(found, baseline, candidate)
         return
-    kept = []
+    plan, again = comparison.plan, comparison.tolerances
+    if how.what == INSIDE:
+        plan, again = names.new_file(how.plan_file), ""
+        yield Command(purpose=NARROW_DOWN, line=_written(plan, how), remark="a plan that looks inside")
+    codes = {run.arm: checkout(run, other) for run, other in ((baseline, candidate), (candidate, baseline))}
+    outputs = []
     for run in (baseline, candidate):
-        kept.append(_beside(run.path))
-        line = record_command(run, output=kept[-1], steps=str(found.place.step), full=found.keep, plan=comparison.plan)
-        yield Command(purpose=NARROW_DOWN, line=line, arm=run.arm, remark=_remark(run))
-    line = _diff(comparison, kept[:1], kept[1:], comparison.tolerances)
-    yield Command(purpose=NARROW_DOWN, line=line, remark="compare again")
+        outputs.append(names.beside(run.path, KEPT if how.what == KEEP else OPENED))
+        full = found.keep if how.what == KEEP else ()
+        step = str(found.place.step)
+        line = _recorded(run, codes[run.arm], output=outputs[-1], steps=step, full=full, plan=plan)
+        yield Command(purpose=NARROW_DOWN, line=line, arm=run.arm, remark=codes[run.arm].remark)
+    remark = _compare_again(*codes.values())
+    if how.what == INSIDE and comparison.tolerances:
+        remark += "; without -t, for the tolerances know nothing of what is inside"
+    line = _diff(comparison, outputs[:1], outputs[1:], again)
+    yield Command(purpose=NARROW_DOWN, line=line, remark=remark)
+
+
+def _written(path: str, how: Narrowing) -> str:
+    """Return the lines that write a plan file."""
+    file = shlex.quote(path)
+    return f"cat > {file} <<'{_HERE_DOCUMENT}'\n{how.plan.rstrip()}\n{_HERE_DOCUMENT}"
 
 
 def _shown(found: FirstDivergence, baseline: RunSummary, candidate: RunSummary) -> Iterator[Command]:
@@ -261,9 +313,3 @@ def _shown(found: FirstDivergence, baseline: RunSummary, candidate: RunSummary) 
         missing = run.arm == "candidate" and found.actual == "missing"
         parts = ["probe", "show", run.path, *(["--names"] if missing else [name]), *at]
         yield Command(purpose=NARROW_DOWN, line=shlex.join(parts))
-
-
-def _beside(path: str) -> str:
-    """Return a folder beside a capture for the same run with whole tensors: `base-0-full`, then `base-0-full-2`."""
-    found = re.fullmatch(rf"(.*{_KEPT})(?:-([0-9]+))?", path)
-    return f"{path}{_KEPT}" if found is None else f"{found[1]}-{int(found[2] or 1) + 1}"

@@ -11,6 +11,7 @@ from html import escape
 
 from probe.judge.comparison import Comparison
 from probe.report import words
+from probe.report.legend import SEES as EXPLAINED
 
 VALUE, SPREAD, TOLERANCE, SEES = "value", "spread", "tolerance", "sees"
 HORIZON, VACUOUS, ASSUMED, FLAKY = "horizon", "vacuous", "assumed", "flaky"
@@ -21,8 +22,7 @@ MEANINGS = {
     SPREAD: "how far the unmodified code departs from itself when it is run again.",
     TOLERANCE: "how far the candidate may depart from the baseline: a multiple of the spread, and at least what the "
     "precision of the numbers makes unavoidable.",
-    SEES: "a relative change above this would have been flagged in any quantity of the check, at its first judged "
-    "step.",
+    SEES: EXPLAINED.removeprefix("sees: "),
     HORIZON: "the last step up to which a quantity is judged: after it, runs of the unmodified code drift so far apart "
     "that a difference would tell little.",
     VACUOUS: "the tolerance is so wide that a scrambled run would pass: passing this check proves nothing.",

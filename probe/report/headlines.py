@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from probe.judge.command_change import command_change
 from probe.judge.comparison import CheckResult, CodeChange, Comparison, Verdict
 from probe.point import Kind
-from probe.report import words
+from probe.report import recorded, words
+from probe.report.narrowing import module_of
 
 MOST = 6
 """Names in one sentence."""
@@ -55,17 +56,28 @@ def _files(code: CodeChange) -> str:
     return ", ".join(parts)
 
 
-def _lacking(comparison: Comparison) -> list[str]:
+def _lacking(comparison: Comparison) -> Iterator[str]:
+    """Say what only one arm has, and whether the other does not call it or hides it in a compiled region."""
     coverage = comparison.coverage
-    sentences = []
-    for labels, only in ((coverage.missing, "the baseline"), (coverage.unexpected, "the candidate")):
-        modules, others = folded(labels)
-        why = " (no longer called, or inside a compiled region)" if labels is coverage.missing else ""
-        if modules:
-            sentences.append(f"Modules in {only} only{why}: {_cut(modules)}.")
+    for labels, only, lacks, gone in (
+        (coverage.missing, "baseline", "candidate", "No longer called in the candidate"),
+        (coverage.unexpected, "candidate", "baseline", "Called in the candidate only"),
+    ):
+        paths = [run.path for run in comparison.runs if run.arm == lacks] if labels else []
+        told = [recorded.inside_compiled(path) for path in paths]
+        hidden = {name for names in told for name in names or ()}
+        inside, _ = folded(label for label in labels if module_of(label) in hidden)
+        modules, others = folded(label for label in labels if module_of(label) not in hidden)
+        if inside:
+            hides = f"Inside a compiled region in the {lacks}, where nothing is recorded unless asked for"
+            yield f"{hides}: {_cut(inside)}."
+        if modules and None not in told and told:
+            yield f"{gone}: {_cut(modules)}."
+        elif modules:
+            why = " (no longer called, or inside a compiled region)" if only == "baseline" else ""
+            yield f"Modules in the {only} only{why}: {_cut(modules)}."
         if others:
-            sentences.append(f"{'Also in' if modules else 'In'} {only} only: {_cut(others)}.")
-    return sentences
+            yield f"{'Also in' if inside or modules else 'In'} the {only} only: {_cut(others)}."
 
 
 def folded(labels: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -35,6 +35,7 @@ from probe.report.glossary import (
 )
 from probe.report.grid import CellGrid, encoded
 from probe.report.headlines import headlines
+from probe.report.legend import metrics
 from probe.report.page import LEVELS, SCRIPT, STYLE
 from probe.report.plots import distribution, ratio_over_steps
 from probe.report.tree import module_tree
@@ -157,7 +158,7 @@ def _divergence(comparison: Comparison) -> str:
         f"<p>{escape(words.divergence_values(found)).replace(TIGHT, marked(TIGHT), 1)}</p>",
         f"<p><b>{marked(ORIGIN, words.ORIGINS[found.origin])}</b> ({escape(found.phase)}): {_where(found.because)}</p>",
     ]
-    lines += [f"<p>{_where(text)}</p>" for text in words.lines_after(found)]
+    lines += [f"<p>{_where(text)}</p>" for text in words.lines_after(comparison)]
     lines += [_to_paste(comparison, NARROW_DOWN), meanings(of_divergence(comparison))]
     return f'<h2>First divergence{provisional}</h2><div class="card">{"".join(lines)}</div>'
 
@@ -175,7 +176,7 @@ def _table(comparison: Comparison) -> str:
     )
     rows = []
     for check in words.by_severity(comparison.checks):
-        cells = _cells(check)
+        cells = _cells(check, comparison.tolerances)
         columns = "".join(
             f'<td data-label="{name}"{" class=num" if 2 <= number <= 4 else ""}><span>{cell}</span></td>'
             for number, (name, cell) in enumerate(zip(header, cells, strict=True))
@@ -183,10 +184,10 @@ def _table(comparison: Comparison) -> str:
         names = f"{check.what} {check.where} {check.worst.place.name if check.worst else ''}"
         rows.append(f'<tr data-filter="{escape(names)}">{columns}</tr>')
     total = escape(words.totals(comparison.checks))
-    metrics = "<br>".join(escape(line) for line in words.metrics(comparison.checks))
+    measured = "<br>".join(escape(line) for line in metrics(comparison.checks))
     return (
         f'<h2>Checks</h2><p class="soft">{total}</p>{_stacked(header, rows, "checks")}'
-        f'{meanings(of_table(comparison))}<p class="soft">{metrics}</p>'
+        f'{meanings(of_table(comparison))}<p class="soft">{measured}</p>'
     )
 
 
@@ -200,7 +201,7 @@ def _stacked(header: Sequence[str], rows: Iterable[str], name: str) -> str:
     return f'<table class="stack" id="{name}"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
 
 
-def _cells(check: CheckResult) -> tuple[str, ...]:
+def _cells(check: CheckResult, tolerances: str) -> tuple[str, ...]:
     counts = f'<br><span class="worst">{words.counts(check)}</span>' if check.cells else ""
     tone = {True: "bad"}.get(check.verdict in words.FAILING, "")
     if check.verdict in (Verdict.WITHIN, Verdict.IDENTICAL):
@@ -210,13 +211,13 @@ def _cells(check: CheckResult) -> tuple[str, ...]:
     verdict = f'<b class="{tone}">{escape(words.verdict(check))}</b>'
     if check.worst is not None and check.verdict not in (Verdict.IDENTICAL, Verdict.RECORDED_ONLY):
         verdict += f'<br><span class="worst">worst: {escape(words.worst(check.worst))}</span>'
-    if words.not_compared(check):
-        verdict += f'<br><span class="worst">{escape(words.not_compared(check))}</span>'
+    if words.not_compared(check, tolerances):
+        verdict += f'<br><span class="worst">{escape(words.not_compared(check, tolerances))}</span>'
     if words.horizon(check):
         verdict += f'<br><span class="worst">{words.horizon(check)}</span>'
     remarks = [marked(ASSUMED)] * check.assumed + ([marked(words.fit(check))] if words.fit(check) else [])
     if not math.isnan(check.smallest_detectable):
-        remarks.append(f"{marked(SEES)} {escape(words.detectable(check))}")
+        remarks.append(f"{marked(SEES)} {escape(words.detectable_range(check))}")
     allowed = escape(words.tolerance(check))
     if remarks:
         allowed += f'<br><span class="worst">{", ".join(remarks)}</span>'
@@ -299,7 +300,7 @@ def _json(data: dict[str, Any]) -> str:
 
 def _coverage(comparison: Comparison) -> str:
     coverage = comparison.coverage
-    parts = [f"<h2>Coverage</h2><p>{coverage.matched:,} values were matched.</p>"]
+    parts = [f"<h2>Coverage</h2><p>{escape(words.coverage(coverage))}</p>"]
     for title, names in (
         ("Only in the baseline", coverage.missing),
         ("Only in the candidate", coverage.unexpected),
@@ -308,7 +309,9 @@ def _coverage(comparison: Comparison) -> str:
     ):
         if names:
             items = "".join(f"<li>{_code(name)}</li>" for name in names)
-            parts.append(f"<details><summary>{title}: {len(names):,}</summary><ul>{items}</ul></details>")
+            parts.append(
+                f"<details><summary>{title}: {words.quantities_of(len(names))}</summary><ul>{items}</ul></details>"
+            )
     recorded = [check.what for check in comparison.checks if check.verdict is Verdict.RECORDED_ONLY]
     if recorded:
         parts.append(f"<p>Recorded and not judged: {escape(', '.join(recorded))}.</p>")

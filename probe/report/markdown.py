@@ -16,6 +16,7 @@ from probe.report import words
 from probe.report.commands import ADD_RUNS, NARROW_DOWN, next_commands, reproduce, script
 from probe.report.elements import sentences
 from probe.report.headlines import headlines
+from probe.report.legend import legend, tight
 
 MOST = 20
 """Names listed of what could not be matched."""
@@ -81,11 +82,10 @@ def _table(comparison: Comparison) -> Iterator[str]:
         for check in words.by_severity(comparison.checks)
     )
     yield from _rows(header, rows)
-    legend = [words.totals(comparison.checks), *words.legend(comparison.checks, with_marks=False)]
-    legend = [line for line in legend if line]
-    if legend:
+    below = [line for line in (words.totals(comparison.checks), *legend(comparison.checks, with_marks=False)) if line]
+    if below:
         yield ""
-        yield "<br>".join(_escaped(line) for line in legend)
+        yield "<br>".join(_escaped(line) for line in below)
 
 
 def _what(check: CheckResult) -> str:
@@ -122,7 +122,7 @@ def _tolerance(check: CheckResult) -> str:
     if words.fit(check):
         notes.append(words.fit(check))
     if not math.isnan(check.smallest_detectable):
-        notes.append(f"sees {words.detectable(check)}")
+        notes.append(f"sees {words.detectable_range(check)}")
     return words.tolerance(check) + (f" ({', '.join(notes)})" if notes else "")
 
 
@@ -135,7 +135,7 @@ def _divergence(comparison: Comparison) -> Iterator[str]:
     yield ""
     yield f"* {_escaped(words.divergence_values(found))}"
     yield f"* {words.ORIGINS[found.origin]}: {_where(found.because)}"
-    yield from (f"* {_where(text)}" for text in [words.tight(comparison), *words.lines_after(found)] if text)
+    yield from (f"* {_where(text)}" for text in [tight(comparison), *words.lines_after(comparison)] if text)
 
 
 def _block(lines: list[str]) -> Iterator[str]:
@@ -149,8 +149,8 @@ def _not_judged(comparison: Comparison) -> Iterator[str]:
     for check in comparison.checks:
         if check.verdict is Verdict.RECORDED_ONLY:
             lines.append(f"{_escaped(check.what)}: recorded only")
-        if words.not_compared(check):
-            lines.append(f"{_escaped(check.what)}: {_escaped(words.not_compared(check))}")
+        if words.not_compared(check, comparison.tolerances):
+            lines.append(f"{_escaped(check.what)}: {_escaped(words.not_compared(check, comparison.tolerances))}")
         if words.horizon(check):
             lines.append(f"{_escaped(check.what)}: {words.horizon(check)}")
     coverage = comparison.coverage
@@ -162,9 +162,12 @@ def _not_judged(comparison: Comparison) -> Iterator[str]:
     ):
         if names:
             more = f" and {len(names) - MOST:,} more" if len(names) > MOST else ""
-            lines.append(f"{title} ({len(names):,}): {', '.join(_code(name) for name in names[:MOST])}{more}")
-    yield f"**Not recorded or not judged** ({coverage.matched:,} values were matched)"
+            lines.append(
+                f"{title} ({words.quantities_of(len(names))}): {', '.join(_code(name) for name in names[:MOST])}{more}"
+            )
+    yield "**Not recorded or not judged**"
     yield ""
+    yield f"* Coverage: {words.coverage(coverage)}"
     yield from (f"* {line}" for line in lines or ["nothing: all that was recorded in both arms was judged"])
 
 

@@ -25,7 +25,10 @@ def to_text(power: Power) -> str:
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         cells = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
         lines += ["", *("  ".join(row).rstrip() for row in cells)]
-        lines += ["", "Sees: the least relative change that would be flagged in any quantity, by calculation."]
+        lines += [
+            "",
+            "Sees: a relative change by this much would be flagged in any quantity of the row, by calculation.",
+        ]
     if any(one.flagged is None for one in power.checks) and power.injection.kind in OF_TENSORS:
         lines.append("Tensors are kept whole with `probe record --full GLOB`.")
     if unexpected(power):

@@ -20,6 +20,7 @@ from probe.report import words
 from probe.report.commands import ADD_RUNS, NARROW_DOWN, next_commands, script
 from probe.report.elements import sentences
 from probe.report.headlines import headlines
+from probe.report.legend import legend, tight
 
 WIDTH = 100
 MOST = 10
@@ -105,7 +106,10 @@ def _head(comparison: Comparison, style: str, width: int) -> Iterator[Line]:
 
 
 def _commands_to_paste(comparison: Comparison, purpose: str) -> Iterator[Line]:
-    yield from (Line(f"    {line}") for line in script(next_commands(comparison), purpose))
+    lines = script(next_commands(comparison), purpose)
+    # What stands in a here-document is written to a file as it is, and an indented word does not end it.
+    indent = "" if any("<<" in line for line in lines) else "    "
+    yield from (Line(f"{indent}{line}") for line in lines)
 
 
 def _runs_to_add(comparison: Comparison, width: int) -> Iterator[Line]:
@@ -137,17 +141,16 @@ def _table(comparison: Comparison, everything: bool, width: int) -> Iterator[Lin
             what = ""
         cells = [words.actual_difference(check), words.tolerance(check) + words.marks(check), words.spread(check)]
         yield Line(_row([what, *cells, words.detectable(check), words.verdict(check)]), style)
-        yield from _details(check, everything, width)
-    legend = [words.totals(comparison.checks), *words.legend(comparison.checks, with_marks=True)]
-    legend = [text for text in legend if text]
-    if legend:
+        yield from _details(check, comparison.tolerances, everything, width)
+    below = [text for text in (words.totals(comparison.checks), *legend(comparison.checks, with_marks=True)) if text]
+    if below:
         yield Line("")
-    for text in legend:
+    for text in below:
         for line in _wrapped(text, width, ""):
             yield Line(line.text, "dim")
 
 
-def _details(check: CheckResult, everything: bool, width: int) -> Iterator[Line]:
+def _details(check: CheckResult, tolerances: str, everything: bool, width: int) -> Iterator[Line]:
     quiet = check.verdict in (Verdict.IDENTICAL, Verdict.RECORDED_ONLY) and not everything
     if (check.verdict in words.FAILING or everything) and check.where:
         yield from _wrapped(f"where: {check.where}", width)
@@ -158,8 +161,11 @@ def _details(check: CheckResult, everything: bool, width: int) -> Iterator[Line]
         yield from _wrapped(f"metric: {check.metric}", width)
     if words.horizon(check):
         yield from _wrapped(words.horizon(check), width)
-    if words.not_compared(check):
-        yield from _wrapped(words.not_compared(check), width)
+    seen = words.detectable_range(check)
+    if seen != words.detectable(check) and (check.verdict in words.FAILING or everything):
+        yield from _wrapped(f"sees: {seen}", width)
+    if words.not_compared(check, tolerances):
+        yield from _wrapped(words.not_compared(check, tolerances), width)
 
 
 def _divergence(comparison: Comparison, width: int) -> Iterator[Line]:
@@ -171,8 +177,8 @@ def _divergence(comparison: Comparison, width: int) -> Iterator[Line]:
     yield from _wrapped(f"First divergence{provisional}: {place}", width, "")
     yield from _wrapped(f"{words.divergence_values(found)}", width)
     yield from _wrapped(f"{words.ORIGINS[found.origin]} ({found.phase}): {found.because}", width)
-    yield from (Line(line.text, "dim") for line in _wrapped(words.tight(comparison), width))
-    for text in words.lines_after(found):
+    yield from (Line(line.text, "dim") for line in _wrapped(tight(comparison), width))
+    for text in words.lines_after(comparison):
         yield from _wrapped(text, width)
     yield from _commands_to_paste(comparison, NARROW_DOWN)
 
@@ -185,16 +191,15 @@ def _cut(names: tuple[str, ...], most: int) -> str:
 def _coverage(comparison: Comparison, most: int, width: int) -> Iterator[Line]:
     coverage = comparison.coverage
     named = (
-        ("missing", "only in the baseline", coverage.missing),
-        ("unexpected", "only in the candidate", coverage.unexpected),
-        ("reshaped", "with another shape", coverage.reshaped),
-        ("retyped", "with another element type", coverage.retyped),
+        ("only in the baseline", coverage.missing),
+        ("only in the candidate", coverage.unexpected),
+        ("with another shape", coverage.reshaped),
+        ("with another element type", coverage.retyped),
     )
-    counts = ", ".join(f"{len(names):,} {what}" for what, _, names in named if names) or "nothing unmatched"
-    yield Line(f"Coverage: {coverage.matched:,} values matched; {counts}.")
-    for what, meaning, names in named:
+    yield from _wrapped(f"Coverage: {words.coverage(coverage)}", width, "")
+    for meaning, names in named:
         if names:
-            yield from _wrapped(f"{what} ({meaning}): {_cut(names, most)}", width)
+            yield from _wrapped(f"{meaning} ({words.quantities_of(len(names))}): {_cut(names, most)}", width)
 
 
 def _listed(title: str, texts: tuple[str, ...], most: int, width: int) -> Iterator[Line]:

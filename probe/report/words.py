@@ -7,13 +7,15 @@ must not know which report it writes for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from probe.errors import listed
 from probe.judge.comparison import (
+    WITHOUT_TOLERANCE,
     CheckResult,
     Comparison,
+    Coverage,
     FirstDivergence,
     Origin,
     Place,
@@ -23,6 +25,7 @@ from probe.judge.comparison import (
     Worst,
 )
 from probe.point import STEP_CLOCK, Key
+from probe.report.narrowing import advice
 
 if TYPE_CHECKING:
     from probe.judge.tolerance import CalibratedRun
@@ -123,16 +126,22 @@ def spread(check: CheckResult) -> str:
 
 
 def detectable(check: CheckResult) -> str:
-    """Write the least relative change that a check would have flagged; `any` where exactness is judged."""
+    """Write the relative change that any quantity of a check would have been flagged at; `any` where all is exact."""
     if check.smallest_detectable == 0:
         return "any"
     return difference(check.smallest_detectable, "relative")
 
 
+def detectable_range(check: CheckResult) -> str:
+    """Write the change that its most sensitive quantity would have been flagged at, and the one of any of them."""
+    finest, any_of_them = difference(check.finest_detectable, "relative"), detectable(check)
+    return any_of_them if finest in (NOTHING, any_of_them) or any_of_them == "any" else f"{finest} to {any_of_them}"
+
+
 def verdict(check: CheckResult) -> str:
     """Write a check's verdict with its counts, e.g. `above 3 of 5,040`."""
     if check.verdict in (Verdict.ABOVE, Verdict.NOT_FINITE, Verdict.MISSING, Verdict.UNEXPECTED) and check.above:
-        return f"{check.verdict.value} {check.above:,} of {check.cells:,}"
+        return f"{check.verdict.value} {check.above:,} of {check.cells + check.unjudged_failures:,}"
     return check.verdict.value
 
 
@@ -142,8 +151,44 @@ def totals(checks: Iterable[CheckResult]) -> str:
     A value that is judged in two metrics counts twice, as in the tables of pull requests.
     """
     checks = [check for check in checks if check.verdict is not Verdict.RECORDED_ONLY]
-    cells, above = sum(check.cells for check in checks), sum(check.above for check in checks)
-    return f"{above:,} of {cells:,} values {'is' if above == 1 else 'are'} above tolerance." if cells else ""
+    cells, failures = sum(check.cells for check in checks), sum(check.unjudged_failures for check in checks)
+    above = sum(check.above for check in checks) - failures
+    if not cells:
+        return ""
+    text = f"{above:,} of {values_of(cells)} that were judged {'is' if above == 1 else 'are'} above tolerance"
+    others = f"{failures:,} more {'is' if failures == 1 else 'are'} missing, of another shape or type, or not finite"
+    return f"{text}; {others}." if failures else f"{text}."
+
+
+def values_of(count: int) -> str:
+    """Write a number of values: one quantity at one step, in one microbatch, on one rank, each."""
+    return "1 value" if count == 1 else f"{count:,} values"
+
+
+def quantities_of(count: int) -> str:
+    """Write a number of quantities, each of which has a value in every step, microbatch and rank."""
+    return "1 quantity" if count == 1 else f"{count:,} quantities"
+
+
+def coverage(found: Coverage) -> str:
+    """Say how many values could be matched, and what the others are: the parts add up to the whole."""
+    parts = []
+    for labels, cells, what in (
+        (found.missing, found.missing_cells, "only in the baseline"),
+        (found.unexpected, found.unexpected_cells, "only in the candidate"),
+        (found.reshaped, found.reshaped_cells, "with another shape"),
+    ):
+        if labels:
+            counted = f" ({values_of(cells)})" if cells else ""
+            parts.append(f"{quantities_of(len(labels))}{counted} {what}")
+    there = found.matched + found.missing_cells + found.unexpected_cells + found.reshaped_cells
+    of_all = "" if there == found.matched else f"{found.matched:,} of "
+    text = f"{of_all}{values_of(there)} in both arms"
+    if found.retyped:
+        has = "has" if len(found.retyped) == 1 else "have"
+        text += f", of which {quantities_of(len(found.retyped))} {has} another element type"
+    others = f"; the others: {', '.join(parts)}" if parts else "; there are no others"
+    return f"{text}{others}. A value is one quantity at one step, in one microbatch, on one rank."
 
 
 def shows_values(check: CheckResult) -> bool:
@@ -162,8 +207,7 @@ def fit(check: CheckResult) -> str:
 
 def counts(check: CheckResult) -> str:
     """Write how much a check judged, e.g. `4 quantities, 1,240 values`."""
-    quantities = "1 quantity" if check.quantities == 1 else f"{check.quantities:,} quantities"
-    return f"{quantities}, {check.cells:,} {'value' if check.cells == 1 else 'values'}"
+    return f"{quantities_of(check.quantities)}, {values_of(check.cells)}"
 
 
 def by_severity(checks: Iterable[CheckResult]) -> list[CheckResult]:
@@ -187,23 +231,43 @@ def values(expected: str, actual: str, shown: Shown) -> str:
     return f"{'l2 norm ' if shown is Shown.L2_NORM else ''}expected {expected}, actual {actual}"
 
 
-def lines_after(found: FirstDivergence) -> list[str]:
-    """Return the sentences that follow a divergence: what differs after it, and what to do next."""
-    return [text for text in (found.after, f"Next: {found.next}" if found.next else "") if text]
+def lines_after(comparison: Comparison) -> Iterator[str]:
+    """Yield the sentences that follow a divergence: what differs after it, and what to do next."""
+    found = comparison.first_divergence
+    if found is not None and found.after:
+        yield found.after
+    what_next = advice(comparison)
+    if what_next:
+        yield f"Next: {what_next}"
 
 
-def not_compared(check: CheckResult) -> str:
-    """Say how many values a check did not compare and why; nothing for one that is recorded only."""
+def not_compared(check: CheckResult, tolerances: str) -> str:
+    """Say how many values a check did not compare and why; nothing for one that is recorded only.
+
+    Args:
+        check: The check.
+        tolerances: Path of the tolerance file, or empty.
+    """
     if not check.not_compared or check.verdict is Verdict.RECORDED_ONLY:
         return ""
     why = f" ({check.not_compared_why})" if check.not_compared_why else ""
-    return f"{check.not_compared:,} {'value' if check.not_compared == 1 else 'values'} not compared{why}"
+    text = f"{values_of(check.not_compared)} not compared{why}"
+    if WITHOUT_TOLERANCE in check.not_compared_why and tolerances:
+        text += (
+            f"; not recorded when {tolerances} was calibrated: calibrate again from runs that have them, or leave out "
+            "-t"
+        )
+    return text
 
 
 def horizon(check: CheckResult) -> str:
     """Say up to where a check was judged; nothing when it was judged throughout."""
     if check.horizon is None:
         return ""
+    if check.covered:
+        covered = f"step{'s' * (len(check.covered) > 1)} {steps(check.covered)}"
+        until = f"up to step {check.horizon} only" if check.horizon else "at no step"
+        return f"judged {until}: the tolerances cover {covered}"
     if check.horizon == 0:
         return "some quantities are judged at no step, for unmodified runs drift apart from the first"
     return f"some quantities are judged up to step {check.horizon} only, for unmodified runs drift apart after it"
@@ -249,7 +313,10 @@ def divergence_values(found: FirstDivergence) -> str:
     if found.tolerance == 0:
         return f"differs where exactness is judged, {both}"
     measured, allowed = (difference(each, found.unit) for each in (found.difference, found.tolerance))
-    return f"difference {measured}, tight tolerance {allowed}, {both}"
+    times = found.difference / found.tolerance
+    if not math.isfinite(times):
+        return f"difference {measured}, tight tolerance {allowed}, {both}"
+    return f"difference {measured}, {number(times)} x its tight tolerance ({allowed}), {both}"
 
 
 def steps(numbers: Iterable[int]) -> str:
@@ -279,69 +346,9 @@ def commit(run: RunSummary) -> str:
     return run.commit[:10] + (" + changes" if run.dirty else "")
 
 
-def legend(checks: Iterable[CheckResult], *, with_marks: bool) -> list[str]:
-    """Explain the marks and the metrics that occur in a table."""
-    checks = tuple(checks)
-    lines = []
-    if any(check.assumed for check in checks):
-        lines.append(
-            f"{'* ' if with_marks else ''}assumed: nothing was measured for this tolerance; "
-            "it is a floor from the precision of the numbers."
-        )
-    if any(check.vacuous and not check.fit for check in checks):
-        lines.append(
-            f"{'~ ' if with_marks else ''}vacuous: a scrambled run would pass this check, so its verdict says nothing."
-        )
-    if any(check.fit == "vacuous" for check in checks):
-        lines.append(
-            f"{'~ ' if with_marks else ''}vacuous: this declared tolerance is more than ten times what calibration "
-            "would allow."
-        )
-    if any(check.fit == "flaky" for check in checks):
-        lines.append(
-            f"{'! ' if with_marks else ''}flaky: the unmodified code exceeds this declared tolerance by itself."
-        )
-    if any(not math.isnan(check.smallest_detectable) for check in checks):
-        lines.append(
-            "sees: a relative change above this would have been flagged in any quantity of the check, at its first "
-            "judged step."
-        )
-    lines += metrics(checks)
-    return lines
-
-
-def metrics(checks: Iterable[CheckResult]) -> list[str]:
-    """Explain how the differences of a table are measured, and what its pairs of values are."""
-    checks, lines = tuple(checks), []
-    metrics: dict[str, list[str]] = {}
-    for check in checks:
-        if check.unit and check.metric and (check.bound or check.verdict is not Verdict.RECORDED_ONLY):
-            metrics.setdefault(check.metric, []).append(check.what)
-    if len(metrics) == 1:
-        lines.append(f"difference: {next(iter(metrics))}.")
-    else:
-        lines += [f"difference: {metric} ({', '.join(whats)})." for metric, whats in metrics.items()]
-    if any(SKETCH in metric for metric in metrics):
-        lines.append(
-            "sketch: the norm of the difference is estimated from 251 signed sums over the tensor, within 4.5 % (one "
-            "standard deviation)."
-        )
-    if any(check.worst is not None and check.worst.shown is Shown.L2_NORM for check in checks):
-        lines.append("l2 norm: the size of the whole tensor in each arm; two tensors of one size can still differ.")
-    return lines
-
-
 def marks(check: CheckResult) -> str:
     """Return the marks of the legend that a check carries."""
     return ("*" if check.assumed else "") + {"vacuous": "~", "flaky": "!"}.get(fit(check), "")
-
-
-def tight(comparison: Comparison) -> str:
-    """Explain the tolerance by which the first divergence was found; nothing where it is the table's own."""
-    found = comparison.first_divergence
-    if found is None or not found.tolerance > 0 or comparison.calibration is None:
-        return ""
-    return "tight tolerance: what the quantity's own spread and floor allow; sibling layers count in the table only."
 
 
 def calibration_runs(comparison: Comparison) -> list[tuple[CalibratedRun, bool]]:
