@@ -232,8 +232,12 @@ def test_the_parts_of_the_coverage_add_up() -> None:
 def test_what_cannot_be_judged_is_no_part_of_what_was_judged() -> None:
     lost = replace(ABOVE, verdict=Verdict.MISSING, above=91, unjudged_failures=90, not_compared=90)
     assert words.verdict(lost) == "missing 91 of 1,330"
+    assert words.totals([BATCH, ATTENTION]) == "0 of 1,270 values are above tolerance."
+    assert words.totals([BATCH, replace(ATTENTION, not_compared=9), STATE]) == (
+        "0 of 1,270 values are above tolerance. Not among the 1,270: 9 not compared; 20 recorded only."
+    )
     assert words.totals([lost, BATCH]) == (
-        "1 of 1,270 values that were judged is above tolerance; 90 more are missing, of another shape or type, or not "
+        "1 of 1,270 values is above tolerance. Not among the 1,270: 90 missing, of another shape or type, or not "
         "finite."
     )
 

@@ -150,14 +150,20 @@ def totals(checks: Iterable[CheckResult]) -> str:
 
     A value that is judged in two metrics counts twice, as in the tables of pull requests.
     """
-    checks = [check for check in checks if check.verdict is not Verdict.RECORDED_ONLY]
-    cells, failures = sum(check.cells for check in checks), sum(check.unjudged_failures for check in checks)
-    above = sum(check.above for check in checks) - failures
+    checks = tuple(checks)
+    judging = [check for check in checks if check.verdict is not Verdict.RECORDED_ONLY]
+    cells, failures = sum(check.cells for check in judging), sum(check.unjudged_failures for check in judging)
+    above = sum(check.above for check in judging) - failures
     if not cells:
         return ""
-    text = f"{above:,} of {values_of(cells)} that were judged {'is' if above == 1 else 'are'} above tolerance"
-    others = f"{failures:,} more {'is' if failures == 1 else 'are'} missing, of another shape or type, or not finite"
-    return f"{text}; {others}." if failures else f"{text}."
+    others = (
+        (failures, "missing, of another shape or type, or not finite"),
+        (sum(check.not_compared for check in judging) - failures, "not compared"),
+        (sum(check.cells + check.not_compared for check in checks if check not in judging), "recorded only"),
+    )
+    text = f"{above:,} of {values_of(cells)} {'is' if above == 1 else 'are'} above tolerance."
+    listed_others = "; ".join(f"{count:,} {what}" for count, what in others if count)
+    return f"{text} Not among the {cells:,}: {listed_others}." if listed_others else text
 
 
 def values_of(count: int) -> str:
