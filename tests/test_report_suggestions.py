@@ -267,6 +267,42 @@ def test_a_plan_of_the_readers_keeps_its_checks(folder: Path, text: str, made: s
     assert lines[-1] == "probe diff captures/inside-base-0 captures/inside-opt-0 --plan plan.toml"
 
 
+def test_runs_that_were_recorded_by_a_plan_are_repeated_by_one(folder: Path) -> None:
+    calls = {"attention": "model:attention"}
+    record = {"kinds": ["forward"], "include": [], "exclude": ["*.drop"], "inside_compiled": ["a.*"], "calls": calls}
+    stored(BASE.path, config={"plan": {"record": record}})
+    found = replace(INCONCLUSIVE, runs=ONE_CODE, calibration=None)
+    lines = narrowed(replace(found, wanted=Wanted()))
+    text = [
+        "cat > recorded.toml <<'END'",
+        "[record]",
+        'exclude = ["*.drop"]',
+        'inside_compiled = ["a.*"]',
+        'kinds = ["forward"]',
+        "[record.calls]",
+        '"attention" = "model:attention"',
+        "END",
+    ]
+    assert lines[:9] == ["# the plan of the compared runs", *text]
+    assert all("--plan recorded.toml" in line for line in lines if line.startswith("probe record"))
+    assert [added(found)[1:9], reproduce(found)[1:9]] == [text, text]
+    subprocess.run("\n".join(text), shell=True, check=True, cwd=folder)
+    plan = load_plan(folder / "recorded.toml")
+    assert (plan.kinds, plan.exclude, plan.inside_compiled, plan.calls) == (
+        (Kind.FORWARD,),
+        ("*.drop",),
+        ("a.*",),
+        (("attention", "model:attention"),),
+    )
+    hide(BASE.path, "blocks.2.attn.norm")
+    assert narrowed(found)[2:6] == [
+        "[record]",
+        'inside_compiled = ["a.*", "blocks.2.attn.*"]',
+        'exclude = ["*.drop"]',
+        'kinds = ["forward"]',
+    ]
+
+
 def at(kind: Kind, name: str, ahead: str = "") -> FirstDivergence:
     return replace(DIVERGENCE, place=replace(DIVERGENCE.place, kind=kind, name=name), ahead=ahead)
 

@@ -17,7 +17,7 @@ from probe.judge.tolerance import K
 from probe.report import recorded, words
 from probe.report.checkouts import Checkout, checkout
 from probe.report.free_names import FreeNames
-from probe.report.narrowing import INSIDE, KEEP, Narrowing, narrowing
+from probe.report.narrowing import INSIDE, KEEP, narrowing, recorded_plan
 
 if TYPE_CHECKING:
     from probe.judge.comparison import Comparison, FirstDivergence, RunSummary, Wanted
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ADD_RUNS, NARROW_DOWN = "add runs", "narrow down"
 FIRST_TOLERANCES = "tolerances/job.toml"
 """Where tolerances are suggested to go when there are none yet."""
+RECORDED_PLAN = "recorded.toml"
+"""Where a plan is written that records what was recorded, where the compared runs had one and its file is not known."""
 AGAIN, KEPT, OPENED = "again-", "full-", "inside-"
 """Beginnings of the names of new captures: the globs that name the compared ones do not pick them up."""
 _HERE_DOCUMENT = "END"
@@ -82,7 +84,8 @@ def reproduce(comparison: Comparison) -> list[str]:
     if any(run.in_process for run in comparison.runs):
         return list(dict.fromkeys(run.command for run in arms["candidate"] if run.command))
     names, outputs, tolerances = _names(comparison), {}, comparison.tolerances
-    lines = []
+    written, plan = _plan(comparison, names, "")
+    lines = script(written, "")
     for arm, other in (("baseline", "candidate"), ("candidate", "baseline")):
         runs = list(arms[arm])
         code = checkout(runs[0], arms[other][0])
@@ -92,7 +95,7 @@ def reproduce(comparison: Comparison) -> list[str]:
         lines.append(f"# {code.remark}")
         for run in runs:
             outputs[run.path] = names.beside(run.path, AGAIN)
-            lines.append(_recorded(run, code, output=outputs[run.path], plan=comparison.plan))
+            lines.append(_recorded(run, code, output=outputs[run.path], plan=plan))
         if len(calibrated) > 1:
             tolerances = names.beside(comparison.tolerances, AGAIN)
             lines.append(_calibrate(comparison, [outputs.get(path, path) for path in calibrated], tolerances))
@@ -226,7 +229,9 @@ def _added(comparison: Comparison, wanted: Wanted, names: FreeNames) -> Iterator
     baseline, candidate = _first(comparison, "baseline"), _first(comparison, "candidate")
     if baseline is None or candidate is None:
         return
-    plan, code, changed = comparison.plan, checkout(baseline, candidate), checkout(candidate, baseline)
+    code, changed = checkout(baseline, candidate), checkout(candidate, baseline)
+    written, plan = _plan(comparison, names, ADD_RUNS)
+    yield from written
     calibrated = _calibrated_from(comparison)
     lost = {run.path: run for run in _only_calibrated(comparison, baseline) if _is_lost(run, baseline)}
     baselines = [path for path in calibrated if path not in lost]
@@ -280,10 +285,13 @@ def _narrowing(comparison: Comparison, found: FirstDivergence, names: FreeNames)
     if how.what not in (KEEP, INSIDE):
         yield from _shown(found, baseline, candidate)
         return
-    plan, again = comparison.plan, comparison.tolerances
+    again = comparison.tolerances
     if how.what == INSIDE:
         plan, again = names.new_file(how.plan_file), ""
-        yield Command(purpose=NARROW_DOWN, line=_written(plan, how), remark="a plan that looks inside")
+        yield Command(purpose=NARROW_DOWN, line=_written(plan, how.plan), remark="a plan that looks inside")
+    else:
+        written, plan = _plan(comparison, names, NARROW_DOWN)
+        yield from written
     codes = {run.arm: checkout(run, other) for run, other in ((baseline, candidate), (candidate, baseline))}
     outputs = []
     for run in (baseline, candidate):
@@ -299,10 +307,17 @@ def _narrowing(comparison: Comparison, found: FirstDivergence, names: FreeNames)
     yield Command(purpose=NARROW_DOWN, line=line, remark=remark)
 
 
-def _written(path: str, how: Narrowing) -> str:
+def _plan(comparison: Comparison, names: FreeNames, purpose: str) -> tuple[list[Command], str]:
+    """Return the plan file to record by; where it is not known, what writes one that records the same."""
+    if comparison.plan or not (text := recorded_plan(comparison.runs[0])):
+        return [], comparison.plan
+    path = names.new_file(RECORDED_PLAN)
+    return [Command(purpose=purpose, line=_written(path, text), remark="the plan of the compared runs")], path
+
+
+def _written(path: str, text: str) -> str:
     """Return the lines that write a plan file."""
-    file = shlex.quote(path)
-    return f"cat > {file} <<'{_HERE_DOCUMENT}'\n{how.plan.rstrip()}\n{_HERE_DOCUMENT}"
+    return f"cat > {shlex.quote(path)} <<'{_HERE_DOCUMENT}'\n{text.rstrip()}\n{_HERE_DOCUMENT}"
 
 
 def _shown(found: FirstDivergence, baseline: RunSummary, candidate: RunSummary) -> Iterator[Command]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -113,14 +113,35 @@ def _plan_file(plan: str) -> str:
     return str(own.with_name(f"{own.stem}-{PLAN_FILE}")) if plan else PLAN_FILE
 
 
-def _plan(plan: str, selections: list[str], runs: Iterable[RunSummary]) -> str:
+def recorded_plan(run: RunSummary) -> str:
+    """Return a plan's text that records what a run did; empty where the run was recorded without a plan.
+
+    What was kept whole is left out: it is large, and asked for anew where it is wanted.
+    """
+    record = recorded.record_table(run.path)
+    lines = [
+        f"{name} = {json.dumps(record[name], ensure_ascii=False)}"
+        for name in ("include", "exclude", "inside_compiled")
+        if record.get(name)
+    ]
+    kinds = record.get("kinds")
+    if kinds and set(kinds) != {kind.value for kind in Kind}:
+        lines.append(f"kinds = {json.dumps(kinds)}")
+    calls = record.get("calls")
+    if isinstance(calls, dict) and calls:
+        lines.append("[record.calls]")
+        lines += [f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(path)}" for name, path in calls.items()]
+    return "\n".join(["[record]", *lines]) if lines else ""
+
+
+def _plan(plan: str, selections: list[str], runs: Sequence[RunSummary]) -> str:
     """Return the text of a plan that looks inside: the reader's own with one key changed, where that can be done."""
     before = [str(each) for run in runs for each in recorded.record_table(run.path).get("inside_compiled") or ()]
     wanted = list(dict.fromkeys([*before, *selections]))
     line = f"inside_compiled = {json.dumps(wanted, ensure_ascii=False)}"
     alone = f"[record]\n{line}"
     try:
-        text = Path(plan).read_text("utf-8") if plan else ""
+        text = Path(plan).read_text("utf-8") if plan else next((recorded_plan(run) for run in runs), "")
     except (OSError, ValueError):
         return alone
     lines = [each for each in text.splitlines() if not each.lstrip().startswith("inside_compiled")]
