@@ -47,6 +47,7 @@ def test_the_inner_module_is_named_and_not_the_one_that_contains_it() -> None:
         "values have no tolerance until you calibrate with them: compare without -t)."
     )
     assert found.keep == ("forward/blocks.0", "forward/blocks.1", "forward/blocks.1.*")
+    assert found.ahead == "forward/blocks.0"
     assert found.shown is Shown.L2_NORM
 
 
@@ -55,6 +56,7 @@ def test_the_inner_module_is_named_and_not_the_one_that_contains_it() -> None:
     [
         (Kind.LOSS, "micro_loss", ("forward/blocks.2", "loss/micro_loss")),
         (Kind.BACKWARD, "blocks.1.attn", ("backward/blocks.1", "backward/blocks.1.*")),
+        (Kind.FORWARD, "blocks.1", ("forward/blocks.1.attn", "forward/blocks.1", "forward/blocks.1.*")),
         (
             Kind.GRAD,
             "blocks.0.lora_A.weight",

@@ -315,12 +315,13 @@ def at(kind: Kind, name: str, ahead: str = "") -> FirstDivergence:
         (at(Kind.LOSS, "micro_loss", ahead="forward/blocks.1@1"), ["blocks.1.*"]),
         (at(Kind.GRAD, "blocks.1.attn.weight"), ["blocks.1.attn", "blocks.1.attn.*"]),
         (at(Kind.FORWARD, "blocks.10", ahead="loss/micro_loss"), None),
+        (at(Kind.FORWARD, "blocks.2"), None),
     ],
 )
 def test_it_is_the_module_or_the_one_before_it_that_is_opened(
     found: FirstDivergence, selections: list[str] | None
 ) -> None:
-    hide(CAND.path, "blocks.1.attn", "blocks.1.mlp")
+    hide(CAND.path, "blocks.1.attn", "blocks.1.mlp", "blocks.20.mlp")
     lines = narrowed(replace(FAILING, runs=ONE_CODE, first_divergence=found))
     opened = [line for line in lines if line.startswith("inside_compiled")]
     assert opened == ([] if selections is None else [f"inside_compiled = {json.dumps(selections)}"])
