@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -84,34 +82,34 @@ def _sample_index_on(name: str, numel: int, device: torch.device) -> torch.Tenso
     return torch.from_numpy(sample_index(name, numel)).to(device)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Compute without autograd, autocast and dispatch modes.
+class quiet:
+    """Compute without autograd, autocast and dispatch modes: `with quiet():`, at every tap.
 
     Selective checkpointing is a dispatch mode: an operation it sees in the forward pass and not in the recompute
     corrupts the user's backward. Autocast would turn the sketch's matrix product into bf16.
     """
-    grad = torch.is_grad_enabled()
-    autocast_cpu, autocast_cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    if grad:
-        torch._C._set_grad_enabled(False)
-    if autocast_cpu:
-        torch.set_autocast_enabled("cpu", False)
-    if autocast_cuda:
-        torch.set_autocast_enabled("cuda", False)
-    try:
+
+    __slots__ = ("_autocast", "_grad", "_modes")
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._autocast = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        self._modes: Any = None
+        if self._grad:
+            torch._C._set_grad_enabled(False)
+        for device in self._autocast:
+            torch.set_autocast_enabled(device, False)
         if torch._C._len_torch_dispatch_stack():
-            with _disable_current_modes():
-                yield
-        else:
-            yield
-    finally:
-        if grad:
+            self._modes = _disable_current_modes()
+            self._modes.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._modes is not None:
+            self._modes.__exit__(*raised)
+        if self._grad:
             torch._C._set_grad_enabled(True)
-        if autocast_cpu:
-            torch.set_autocast_enabled("cpu", True)
-        if autocast_cuda:
-            torch.set_autocast_enabled("cuda", True)
+        for device in self._autocast:
+            torch.set_autocast_enabled(device, True)
 
 
 class Scratch:
