@@ -55,7 +55,9 @@ def of_table(comparison: Comparison) -> list[str]:
         SPREAD: True,
         TOLERANCE: True,
         SEES: any(words.detectable(check) != words.NOTHING for check in checks),
-        HORIZON: any(check.horizon is not None or "horizon" in check.not_compared_why for check in checks),
+        HORIZON: any(
+            (check.horizon is not None and not check.covered) or "horizon" in check.not_compared_why for check in checks
+        ),
         VACUOUS: any(words.fit(check) == "vacuous" for check in checks),
         FLAKY: any(words.fit(check) == "flaky" for check in checks),
         ASSUMED: any(check.assumed for check in checks),
