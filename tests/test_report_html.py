@@ -108,6 +108,8 @@ def test_the_words_of_the_page_are_explained_where_they_are_used() -> None:
     assert [re.findall(r"<dt>(.*?)</dt>", found) for found in re.findall(r"<dl.*?</dl>", to_html(PASSING))] == [
         ["value", "spread", "tolerance", "sees", "assumed"]
     ]
+    uncovered = to_html(replace(PASSING, checks=(replace(ABOVE, horizon=1, covered=(1,)),)))
+    assert "<dt>horizon</dt>" not in uncovered
 
 
 def test_the_runs_that_tolerances_come_from_stand_beside_those_compared() -> None:
