@@ -16,14 +16,15 @@ from probe.check import NO_CHECK, Check, default_checks, owner
 from probe.errors import IncomparableError, ToleranceError, listed
 from probe.judge import check_rows, provenance_changes
 from probe.judge.cells import Judgement, assign, judge, spread_seen
-from probe.judge.comparison import Calibration, Comparison, Coverage, FirstDivergence, Outcome, PairSummary
+from probe.judge.comparison import Calibration, Comparison, FirstDivergence, Outcome, PairSummary
+from probe.judge.coverage import count_coverage
 from probe.judge.fit import edits, fit_notes
 from probe.judge.kernels import kernel_changes
 from probe.judge.limits import Limits, edited, lay_out
 from probe.judge.locate import locate
 from probe.judge.outcome import Baselines, Gaps, decide
 from probe.judge.tolerance import Tolerances
-from probe.measure.differences import MISSING, UNEXPECTED, Axes, Differences
+from probe.measure.differences import MISSING, Axes
 from probe.measure.distance import ASSUMED_EPSILONS, EPSILON_FLOAT32
 from probe.measure.loss_scale import MICRO_LOSS
 from probe.measure.pairs import PairsMeasured, Runs, Spread, measure_pairs
@@ -106,7 +107,7 @@ def compare_cells(
         if one == 0 and two >= len(baselines):
             judgements.append(judgement)
     rows = check_rows.rows(checks, judgements, limits)
-    coverage = _coverage([judgement.differences for judgement in judgements])
+    coverage = count_coverage([judgement.differences for judgement in judgements])
     decision = decide(
         judgements,
         rows,
@@ -219,30 +220,6 @@ def _flaky(measured: PairsMeasured, baselines: int, index: SeriesIndex, checks: 
     return flaky
 
 
-def _coverage(of_candidates: Sequence[Differences]) -> Coverage:
-    first = of_candidates[0]
-
-    def labels(name: str) -> tuple[str, ...]:
-        cells = np.zeros(len(first.keys), dtype=bool)
-        for d in of_candidates:
-            flags = {
-                "missing": d.absent == MISSING,
-                "unexpected": d.absent == UNEXPECTED,
-                "reshaped": d.reshaped,
-                "retyped": d.retyped,
-            }[name]
-            cells |= flags.any(axis=(0, 1))
-        return tuple(dict.fromkeys(first.keys[int(cell)].label for cell in np.flatnonzero(cells)))
-
-    return Coverage(
-        matched=min(int((d.present & ~d.reshaped).sum()) for d in of_candidates),
-        missing=labels("missing"),
-        unexpected=labels("unexpected"),
-        reshaped=labels("reshaped"),
-        retyped=labels("retyped"),
-    )
-
-
 def _gaps(baseline: CaptureLike, candidates: Sequence[CaptureLike], judgements: Sequence[Judgement]) -> Gaps:
     share = 1.0
     for judgement in judgements:
@@ -271,9 +248,7 @@ def _gaps(baseline: CaptureLike, candidates: Sequence[CaptureLike], judgements: 
             stopped = f"{text}: it stopped early."
         else:
             other_steps = f"{text}: it was told to record {wanted[1]!r}, not {wanted[0]!r}."
-    return Gaps(
-        matched_share=share, stopped=stopped, interrupted=interrupted, other_steps=other_steps, ranks=ranks
-    )
+    return Gaps(matched_share=share, stopped=stopped, interrupted=interrupted, other_steps=other_steps, ranks=ranks)
 
 
 def _pair(runs: Sequence[CaptureLike], baselines: int, pair: tuple[int, int], judgement: Judgement) -> PairSummary:
