@@ -90,7 +90,9 @@ def test_parameters_that_exist_only_as_flat_tensors_are_told(tmp_path: Path) -> 
     words = command("sharded.py", "--wrap", "fsdp1-flat", ranks=2)
     done = probe("record", "-o", str(tmp_path / "c"), "--", *words)
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if line.startswith("probe: ")][1:] == [
+    told = [line for line in done.stderr.splitlines() if line.startswith("probe: FSDP")]
+    assert told[:1] == told[1:]  # at once, and at the end
+    assert told[1:] == [
         "probe: FSDP without use_orig_params keeps the parameters of a module in one flat tensor: they and their "
         "gradients are recorded as `_flat_param`, and match no run that is wrapped in another way. Use "
         "use_orig_params=True, or fully_shard."

@@ -235,9 +235,9 @@ class Recorder:
             self._rows.counts[row] = (0 if math.isfinite(float(value)) else 1, 1)
 
     def unchanged(self, key: Key, value: torch.Tensor) -> bool:
-        """Tell by its samples whether a tensor is what a row was made of; True for a part, and on an accelerator."""
+        """Tell by its samples whether a tensor is what a row was made of; True if distributed, or on an accelerator."""
         row = self._rows.seen.get(key)
-        if row is None or self._rows.text[row] or value.device.type != "cpu":
+        if row is None or self._rows.text[row] or type(value) is not torch.Tensor or value.device.type != "cpu":
             return True
         index = summary.sample_index(key.name, value.numel())
         with summary.quiet():

@@ -187,6 +187,8 @@ class FirstDivergence:
     """Unit of the difference and the tolerance: `relative`, `absolute` or `ratio`."""
     shown: Shown = Shown.VALUE
     """What `expected` and `actual` are."""
+    declared: bool = False
+    """The tolerance was declared by a person, and is the same in the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

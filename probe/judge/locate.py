@@ -136,6 +136,7 @@ def _describe(
         ahead="" if ahead is None else ahead.label,
         unit=_unit(judgement, spot),
         shown=shown_of(judgement, spot.s, r, spot.cell),
+        declared=bool(judgement.declared[spot.s, r, spot.cell]),
     )
 
 

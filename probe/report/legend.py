@@ -69,6 +69,6 @@ def metrics(checks: Iterable[CheckResult]) -> list[str]:
 def tight(comparison: Comparison) -> str:
     """Explain the tolerance by which the first divergence was found; nothing where it is the table's own."""
     found = comparison.first_divergence
-    if found is None or not found.tolerance > 0 or comparison.calibration is None:
+    if found is None or found.declared or not found.tolerance > 0 or comparison.calibration is None:
         return ""
     return "tight tolerance: what the quantity's own spread and floor allow; sibling layers count in the table only."

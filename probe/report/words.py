@@ -319,6 +319,8 @@ def divergence_values(found: FirstDivergence) -> str:
     if found.tolerance == 0:
         return f"differs where exactness is judged, {both}"
     measured, allowed = (difference(each, found.unit) for each in (found.difference, found.tolerance))
+    if found.declared:
+        return f"difference {measured}, tolerance {allowed}, {both}"
     times = found.difference / found.tolerance
     if not math.isfinite(times):
         return f"difference {measured}, tight tolerance {allowed}, {both}"
