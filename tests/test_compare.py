@@ -134,6 +134,28 @@ def test_what_does_not_repeat_is_equivalent_after_escalation() -> None:
     assert row(comparison, "block outputs").verdict is Verdict.WITHIN
 
 
+def test_what_does_not_repeat_hides_neither_a_lost_rank_nor_an_interrupted_run_nor_a_check_without_values() -> None:
+    five = baselines(5, ranks=2)
+    tolerances = calibrate(five)
+    off = candidate("opt-0", fault=only(Kind.FORWARD, "blocks.1", lambda value: value * 1.001, rank=0))
+    other = candidate("opt-1", seed=101)
+    one_rank = replace(other, segments={place: rows for place, rows in other.segments.items() if not place[0]})
+    killed = replace(
+        candidate("opt-1", seed=101, steps=(1, 2)), problems=("rank 0 was not closed cleanly, last step 2",)
+    )
+    for second, reason in (
+        (one_rank, "The candidate 'opt-1' lacks rank 1 of the baseline."),
+        (killed, "The candidate 'opt-1' lacks step 3 of the baseline: its run was interrupted. Record it again."),
+    ):
+        comparison = compare(five, [off, second], tolerances)
+        assert comparison.outcome is Outcome.NOT_COMPARABLE
+        assert comparison.reason.startswith(reason)
+    nothing = Check(what="misspelled", where="", select=("forward/bloks.*",), form="rel", rel=0.1)
+    comparison = compare(five, [off, other], tolerances, checks=(nothing, *default_checks()))
+    assert comparison.outcome is Outcome.NOT_COMPARABLE
+    assert comparison.reason.startswith("Check 'misspelled' judged nothing")
+
+
 def test_three_quantities_far_above_need_no_repeat() -> None:
     def fault(key: Key, step: int, rank: int, value: np.ndarray) -> np.ndarray:
         return value * 1.001 if key.kind is Kind.FORWARD and key.name.endswith("attn") else value

@@ -105,11 +105,12 @@ def decide(
     if tolerances is not None and int(far.sum()) >= FAR_QUANTITIES:
         reason = f"{int(far.sum())} quantities are more than {FAR:.0f} times above tolerance."
         return Decision(outcome=Outcome.DIFFERENT, reason=reason)
-    if above.any():
-        found = _provisional(worst, judgements, tolerances, baselines)
-        if found.outcome is not Outcome.EQUIVALENT:
-            return found
-    return declared or (found if above.any() else _calm(judgements, checks, tolerances, gaps, baselines))
+    found = _provisional(worst, judgements, tolerances, baselines) if above.any() else None
+    if found is not None and found.outcome is not Outcome.EQUIVALENT:
+        return found
+    calm = declared or _calm(judgements, checks, tolerances, gaps, baselines)
+    # What did not repeat in every candidate passes on the same terms as what was never above.
+    return found if found is not None and calm.outcome is Outcome.EQUIVALENT else calm
 
 
 def _above_declared(judgements: Sequence[Judgement]) -> Decision | None:
@@ -270,7 +271,7 @@ def _calm(
     gaps: Gaps,
     baselines: Baselines,
 ) -> Decision:
-    """Decide when nothing is above tolerance: was anything judged that could have been?"""
+    """Decide when nothing counts as above tolerance: was anything judged that could have been?"""
     for judgement in judgements:
         if judgement.blind.any():
             s, _, cell = (int(i) for i in np.argwhere(judgement.blind)[0])
