@@ -156,7 +156,10 @@ def test_units_in_the_last_place_are_counted_across_zero_and_over_the_whole_rang
     assert apart(sign | largest, largest) == 2 * largest
 
 
-needs_compiler = pytest.mark.skipif(elementwise._elementwise is None, reason="the compiled module was not built")
+needs_compiler = pytest.mark.skipif(
+    elementwise._elementwise is None,
+    reason="the compiled comparison was not built: no C compiler when the package was installed",
+)
 
 
 @needs_compiler

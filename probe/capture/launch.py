@@ -129,6 +129,8 @@ def _unmatched(plan: Plan, capture: Capture) -> list[str]:
 
     What is to be recorded, or kept, must have been; what is left out must be the name of a module or a parameter.
     """
+    if not (plan.include or plan.exclude or plan.full or plan.inside_compiled):
+        return []
     rank = capture.ranks[0]
     steps = capture.steps(rank)
     file = capture.path / rank_folder(rank) / NAMES_FILE
