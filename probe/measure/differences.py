@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from probe.measure.distance import Measured
+from probe.measure.distance import TINY, Measured
 from probe.measure.series import (
     Alignment,
     BoolArray,
@@ -26,6 +27,7 @@ from probe.measure.series import (
     SeriesIndex,
     common_steps,
 )
+from probe.measure.shared import Recent, Shared, same
 from probe.point import Key
 from probe.store.layout import StepRows
 
@@ -43,8 +45,10 @@ class Differences:
     index: SeriesIndex
     difference: FloatArray
     """Relative for tensors, in units of the series' scale for numbers; NaN where not comparable or absent."""
-    absolute: FloatArray
-    """The same as an absolute difference: times the baseline's l2 norm for tensors."""
+    numbers: FloatArray
+    """[S, R, N] differences of numbers before they were divided by their scale."""
+    number_cells: IntArray
+    """[N] the cells that are numbers anywhere."""
     scale: FloatArray
     """[series] what differences of numbers are divided by."""
     expected: FloatArray
@@ -70,6 +74,19 @@ class Differences:
     """Both values of cells whose number or norm is not what is shown, by (s, r, cell)."""
     assumed: FloatArray
     """Tolerance where nothing was measured."""
+
+    @property
+    def absolute(self) -> FloatArray:
+        """The difference as an absolute one: times the baseline's l2 norm for tensors. Made anew each time.
+
+        What has one element, integers included, differs by a number; what has more, by a part of its size.
+        """
+        size = np.where(np.abs(self.expected) >= TINY, self.expected, self.actual)
+        with np.errstate(all="ignore"):
+            absolute = np.where(self.single, self.difference, self.difference * size)
+        at = self.number_cells
+        absolute[:, :, at] = np.where(self.number[:, :, at], self.numbers, absolute[:, :, at])
+        return absolute
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +140,6 @@ def walk(captures: Sequence[CaptureLike], axes: Axes) -> Iterator[Stop]:
 
 _FIELDS: dict[str, tuple[float, type]] = {
     "difference": (np.nan, float),
-    "absolute": (np.nan, float),
     "expected": (np.nan, float),
     "actual": (np.nan, float),
     "assumed": (np.nan, float),
@@ -162,54 +178,109 @@ class Block:
         raw, number = dense.pop("difference"), dense["number"]
         if scale is None:
             scale = series_scale(np.where(number, dense["expected"], np.nan), index)
+        at = np.flatnonzero(self.fields["number"].any(axis=(0, 1)))
+        numbers, difference = raw[:, :, at], np.array(raw)
+        difference[:, :, at] = np.where(number[:, :, at], numbers / scale[index.of_cell[at]], numbers)
         return Differences(
             steps=axes.steps,
             ranks=axes.ranks,
             keys=tuple(keys),
             index=index,
-            difference=np.where(number, raw / scale[index.of_cell], raw),
+            difference=difference,
+            numbers=numbers,
+            number_cells=at,
             scale=scale,
             texts=self.texts,
             **dense,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Measurements of one segment. Arrays are [Q], or [cells that are missing]."""
+
+    s: int
+    r: int
+    pairs: Alignment
+    fields: dict[str, npt.NDArray[Any]]
+    missing_order: npt.NDArray[np.int32]
+    texts: dict[int, tuple[float | str, float | str]]
+
+
 class Collector:
     """Gather measured segments of one pair of runs, and make dense arrays of them once all keys are known."""
 
-    def __init__(self) -> None:
-        self._measured: list[tuple[int, int, Measured, Alignment]] = []
-        self._baseline_order: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
+    def __init__(self, recent: Recent | None = None) -> None:
+        """Begin with nothing.
+
+        Args:
+            recent: Of all pairs that are measured side by side.
+        """
+        self._kept: list[_Kept] = []
+        self._recent = Recent() if recent is None else recent
 
     def add(self, s: int, r: int, measured: Measured, pairs: Alignment, baseline: StepRows) -> None:
         """Keep one segment's measurements."""
-        self._measured.append((s, r, measured, pairs))
-        self._baseline_order[s, r] = baseline.order
+        fields = {name: getattr(measured, name) for name in _MEASURED}
+        for name in _STEADY:
+            fields[name] = self._recent.one(name, fields[name])
+        self._kept.append(_Kept(s, r, pairs, fields, baseline.order[pairs.missing_rows], measured.texts))
 
     def dense(self, name: str, axes: Axes, catalog: Catalog) -> npt.NDArray[Any]:
         """Return one field of `Measured` as [S, R, C], NaN or nothing where nothing was measured."""
-        out = _empty(name, (len(axes.steps), len(axes.ranks), len(catalog)))
-        for s, r, measured, _ in self._measured:
-            out[s, r, measured.cells] = getattr(measured, name)
+        shape = (len(axes.steps), len(axes.ranks), len(catalog))
+        whole = len(self._kept) == shape[0] * shape[1] and all(each.pairs.covers(shape[2]) for each in self._kept)
+        out = np.empty(shape, _FIELDS[name][1]) if whole else _empty(name, shape)
+        for each in self._kept:
+            out[each.s, each.r, each.pairs.place] = each.fields[name]
         return out
 
-    def block(self, axes: Axes, catalog: Catalog) -> Block:
-        """Return everything that was gathered."""
-        shape = (len(axes.steps), len(axes.ranks), len(catalog))
-        fields = {name: self.dense(name, axes, catalog) for name in _FIELDS if name not in ("present", "absent")}
-        present, absent = _empty("present", shape), _empty("absent", shape)
-        for s, r, measured, pairs in self._measured:
-            fields["order"][s, r, pairs.missing] = self._baseline_order[s, r][pairs.missing_rows]
-            present[s, r, measured.cells] = True
-            absent[s, r, pairs.missing] = MISSING
-            absent[s, r, pairs.unexpected] = UNEXPECTED
-        fields |= {"present": present, "absent": absent}
-        texts = {(s, r, cell): both for s, r, measured, _ in self._measured for cell, both in measured.texts.items()}
-        return Block({name: _folded(values) for name, values in fields.items()}, texts)
+    def block(self, axes: Axes, catalog: Catalog, shared: Shared | None = None) -> Block:
+        """Return everything that was gathered.
+
+        Args:
+            shared: Of all pairs that have the same axes and catalog.
+        """
+        shared = Shared() if shared is None else shared
+        fields = {name: self._folded(name, axes, catalog, shared) for name in _FIELDS}
+        texts = {(each.s, each.r, cell): both for each in self._kept for cell, both in each.texts.items()}
+        return Block(fields, texts)
+
+    def _folded(self, name: str, axes: Axes, catalog: Catalog, shared: Shared) -> npt.NDArray[Any]:
+        """Return one field; made once for all pairs in which it is made of the same arrays."""
+        of = [(each.s, each.r, each.pairs, each.fields.get(name)) for each in self._kept]
+        key: tuple[Any, ...] = (_FIELDS[name], *((s, r, id(pairs), id(one)) for s, r, pairs, one in of))
+        if name in ("present", "absent"):
+            key = (name, *key)
+        if name == "order" and any(each.missing_order.size for each in self._kept):
+            key = (name, id(self), *key)
+        return shared.made(key, of, lambda: _folded(self._field(name, axes, catalog)))
+
+    def _field(self, name: str, axes: Axes, catalog: Catalog) -> npt.NDArray[Any]:
+        if name not in ("present", "absent"):
+            out = self.dense(name, axes, catalog)
+            if name == "order":
+                for each in self._kept:
+                    out[each.s, each.r, each.pairs.missing] = each.missing_order
+            return out
+        out = _empty(name, (len(axes.steps), len(axes.ranks), len(catalog)))
+        for each in self._kept:
+            if name == "present":
+                out[each.s, each.r, each.pairs.place] = True
+            else:
+                out[each.s, each.r, each.pairs.missing] = MISSING
+                out[each.s, each.r, each.pairs.unexpected] = UNEXPECTED
+        return out
 
     def finish(self, axes: Axes, catalog: Catalog, index: SeriesIndex, scale: FloatArray | None = None) -> Differences:
         """Return everything as [S, R, C]; see `Block.finish`."""
         return self.block(axes, catalog).finish(axes, catalog.keys, index, scale)
+
+
+_MEASURED = tuple(name for name in _FIELDS if name not in ("present", "absent"))
+"""What of a field is in `Measured`; the other fields tell which cells are in it."""
+_STEADY = tuple(name for name in _MEASURED if _FIELDS[name][1] is not float)
+"""Fields that hardly change from one segment to the next."""
 
 
 def _empty(name: str, shape: tuple[int, int, int]) -> npt.NDArray[Any]:
@@ -227,31 +298,35 @@ def _folded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return first.copy() if folds else values
 
 
-def same(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> bool:
-    """Tell whether two arrays have the same elements, NaN being itself."""
-    return bool(np.array_equal(one, two, equal_nan=one.dtype.kind == "f"))
-
-
-def joined(parts: Sequence[tuple[Block, range, range, IntArray]], shape: tuple[int, int, int]) -> Block:
+def joined(
+    parts: Sequence[tuple[Block, range, range, IntArray]], shape: tuple[int, int, int], shared: Shared | None = None
+) -> Block:
     """Put blocks together.
 
     Args:
         parts: Each with the indices of its steps, ranks and cells in the whole.
         shape: Of the whole.
+        shared: Of all pairs that are in parts of the same steps, ranks and cells.
     """
     if len(parts) == 1:
         return parts[0][0]
+    shared = Shared() if shared is None else shared
     alike = all(np.array_equal(cells, np.arange(shape[2])) for *_, cells in parts)
-    fields = {}
-    for name in _FIELDS:
+
+    def one(name: str) -> npt.NDArray[Any]:
         first = parts[0][0].fields[name]
         if alike and len(first) == 1 == first.shape[1] and all(same(part.fields[name], first) for part, *_ in parts):
-            fields[name] = first
-            continue
-        fields[name] = whole = _empty(name, shape)
+            return first
+        whole = np.empty(shape, first.dtype) if alike else _empty(name, shape)
         for part, steps, ranks, cells in parts:
             here = whole[steps.start : steps.stop, ranks.start : ranks.stop]
             here[:, :, slice(None) if alike else cells] = part.fields[name]
+        return whole
+
+    fields = {}
+    for name in _FIELDS:
+        of = [part.fields[name] for part, *_ in parts]
+        fields[name] = shared.made((_FIELDS[name], *map(id, of)), of, partial(one, name))
     texts = {
         (steps[s], ranks[r], int(cells[cell])): both
         for part, steps, ranks, cells in parts

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from probe.measure.differences import Axes, Block, Collector, Differences, joined, same, walk
-from probe.measure.distance import measure
+from probe.measure.differences import Axes, Block, Collector, Differences, joined, walk
+from probe.measure.distance import measure_sides
 from probe.measure.loss_scale import agreed_scales, as_backward_got, divisors, microbatches
 from probe.measure.microbatches import matched
 from probe.measure.series import Alignment, CaptureLike, Catalog, FloatArray, SeriesIndex, View
+from probe.measure.shared import Recent, Shared
+from probe.measure.side import Side
 from probe.point import Key
 from probe.store.layout import StepRows
 
@@ -121,10 +122,11 @@ def measure_pairs(
     index = SeriesIndex(keys)
     unit: FloatArray | None = None  # Numbers are told in the scale of the first baseline, which is in the first pair.
     pairs: dict[Pair, Differences] = {}
-    shared = _Shared()
+    shared = Shared()
     for pair in runs.pairs:
         parts = [(one.blocks.pop(pair), p.steps, p.ranks, at) for one, p, at in zip(found, pieces, cells, strict=True)]
-        pairs[pair] = shared.block(joined(parts, shape)).finish(axes, keys, index, unit)
+        block = joined(parts, shape, shared)
+        pairs[pair] = replace(block, fields=shared.fields(block.fields)).finish(axes, keys, index, unit)
         unit = pairs[pair].scale
     scales: dict[float, int] = {}
     for _, scale in sorted((each for one in found for each in one.scales), key=_place):
@@ -180,32 +182,37 @@ def measure_piece(runs: Runs, piece: Piece) -> _Found:
     """Read some segments of all runs side by side and measure all pairs of them."""
     axes = runs.axes.part(piece.steps, piece.ranks)
     catalog = Catalog()
-    collectors = {pair: Collector() for pair in runs.pairs}
+    recent = Recent()
+    collectors = {pair: Collector(recent) for pair in runs.pairs}
     first: list[Place] = []
     scales: list[tuple[Place, float]] = []
     cuts: list[tuple[Place, tuple[int, int], int]] = []
     for stop in walk(runs.captures, axes):
         place = (piece.steps[stop.s], piece.ranks[stop.r])
-        rows = [as_backward_got(each) for each in stop.rows]
+        sides = [Side(as_backward_got(each)) for each in stop.rows]
         for (one, two), collector in collectors.items():
             both = matched(stop.rows[one], stop.rows[two])
-            expected, actual = rows[one], rows[two]
+            expected, actual = sides[one], sides[two]
             if both.numbers is not None:
-                expected, actual = as_backward_got(both.baseline), as_backward_got(both.candidate)
+                expected, actual = Side(as_backward_got(both.baseline)), Side(as_backward_got(both.candidate))
                 if one == 0 and two >= runs.baselines:
                     cuts.append((place, both.numbers, both.left_out))
-            aligned = catalog.align(expected.keys, actual.keys)
+            aligned = catalog.align(expected.rows.keys, actual.rows.keys)
             divisor = None
             if one < runs.baselines <= two:
                 agreed = agreed_scales(both.baseline, both.candidate, runs.loss_tolerances[stop.step])
-                divisor = _divisor(aligned, agreed, expected, actual)
+                divisor = _divisor(aligned, agreed, expected.rows, actual.rows)
                 if one == 0:
                     scales += [(place, scale) for scale in agreed.values()]
-            collector.add(stop.s, stop.r, measure(expected, actual, aligned, divisor), aligned, expected)
+            measured = measure_sides(expected, actual, aligned, divisor)
+            collector.add(stop.s, stop.r, measured, aligned, expected.rows)
         first += [place] * (len(catalog) - len(first))
-    shared = _Shared()
+    shared, blocks = Shared(), {}
+    for pair in runs.pairs:
+        block = collectors.pop(pair).block(axes, catalog, shared)
+        blocks[pair] = replace(block, fields=shared.fields(block.fields))
     return _Found(
-        blocks={pair: shared.block(collectors.pop(pair).block(axes, catalog)) for pair in runs.pairs},
+        blocks=blocks,
         keys=tuple(catalog.keys),
         first=tuple(first),
         scales=tuple(scales),
@@ -223,22 +230,3 @@ def _in_order(found: Sequence[_Found]) -> tuple[Key, ...]:
     """List all keys in the order in which one walk over everything would have met them."""
     met = sorted((place, cell, at) for at, one in enumerate(found) for cell, place in enumerate(one.first))
     return tuple(dict.fromkeys(found[at].keys[cell] for _, cell, at in met))
-
-
-class _Shared:
-    """Keep once what is the same in the arrays of several pairs: most of what is told of a run is told in each."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, list[npt.NDArray[Any]]] = {}
-
-    def block(self, block: Block) -> Block:
-        """Return the block with arrays that were seen before in place of equal ones."""
-        return replace(block, fields={name: self._one(name, values) for name, values in block.fields.items()})
-
-    def _one(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        known = self._known.setdefault("value" if name in ("expected", "actual") else name, [])
-        for other in known:
-            if other.shape == values.shape and same(other[-1:, -1:], values[-1:, -1:]) and same(other, values):
-                return other
-        known.append(values)
-        return values

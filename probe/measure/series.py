@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -125,6 +126,19 @@ class Alignment:
     """Cells in the candidate only."""
     stand_ins: IntArray
     """Pairs in which the baseline's unclipped gradient stands in for a clipped one."""
+
+    @cached_property
+    def place(self) -> slice | IntArray:
+        """The cells as an index: a slice, which is copied in a tenth of the time, where they follow one another."""
+        count = len(self.cells)
+        first = int(self.cells[0]) if count else 0
+        return (
+            slice(first, first + count) if np.array_equal(self.cells, np.arange(first, first + count)) else self.cells
+        )
+
+    def covers(self, cells: int) -> bool:
+        """Tell whether all of so many cells are paired."""
+        return isinstance(self.place, slice) and self.place == slice(0, cells)
 
 
 class Catalog:

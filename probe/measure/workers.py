@@ -6,18 +6,20 @@ what the work is.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from probe.errors import ProbeError
+from probe.measure.lent import lend
 from probe.measure.pairs import Spread
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
+    from concurrent.futures import Executor, Future
 
 WORTH_NBYTES = 256 << 20
 """Bytes of segments from which on a second process pays: about a quarter of a second of reading and measuring."""
@@ -52,13 +54,37 @@ def _processes(count: int) -> Iterator[Executor]:
     forks = sys.platform == "linux" and threading.active_count() == 1
     context = multiprocessing.get_context("fork" if forks else None)
     try:
-        with ProcessPoolExecutor(count, mp_context=context) as executor:
-            yield executor
+        with (
+            _memory() if forks else nullcontext() as memory,
+            ProcessPoolExecutor(count, mp_context=context) as executor,
+        ):
+            yield executor if memory is None else cast("Executor", _Lending(executor, memory))
     except BrokenExecutor as error:
         raise ProbeError(
             f"One of the {count} processes that read the captures was killed, most likely for lack of memory. "
             "Free memory, or compare fewer runs at once."
         ) from error
+
+
+@contextmanager
+def _memory() -> Iterator[int]:
+    """Make a file in memory, which processes forked from now on have under the same descriptor."""
+    descriptor = os.memfd_create("probe")
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+class _Lending:
+    """An executor of forked processes whose results come through memory that both see."""
+
+    def __init__(self, executor: Executor, memory: int) -> None:
+        self._executor, self._memory, self._numbers = executor, memory, itertools.count()
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        """Make a call elsewhere."""
+        return self._executor.submit(lend, self._memory, next(self._numbers), call, *arguments)
 
 
 @contextmanager

@@ -9,10 +9,12 @@ tensor are checked against their digests. This module must not know how values a
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +45,11 @@ from probe.store.twins import Twins
 
 _DECODER = Decoder()
 """One for all captures: runs of one job share their names, and what is the same object is compared at once."""
+
+_LEARNED: WeakValueDictionary[str, Twins] = WeakValueDictionary()
+"""What was learned of the captures that are open, by their token: a forked process has it too."""
+_SENT: deque[Twins] = deque(maxlen=64)
+"""Of captures that another process sent here. Work comes in pieces, each of which brings its captures anew."""
 
 
 def open_capture(path: Path | str) -> Capture:
@@ -89,11 +96,21 @@ class Capture:
         }
         self.ranks = tuple(sorted(self._steps))
         self.problems = (*unreadable, *find_problems(path, self.manifest, self._steps))
-        self._twins = Twins()
+        self._token = os.urandom(16).hex()
+        self._twins = _LEARNED[self._token] = Twins()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was learned, and name the folder so that a process elsewhere finds it."""
-        return self.__dict__ | {"path": self.path.absolute(), "_twins": Twins()}
+        return self.__dict__ | {"path": self.path.absolute(), "_twins": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what this process has learned of the capture, from an earlier piece of work or before it was forked."""
+        self.__dict__.update(state)
+        known = _LEARNED.get(self._token)
+        if known is None:
+            known = _LEARNED[self._token] = Twins()
+            _SENT.append(known)
+        self._twins = known
 
     def steps(self, rank: int) -> tuple[int, ...]:
         """List the steps that a rank recorded, ascending."""

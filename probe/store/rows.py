@@ -244,8 +244,10 @@ def _stored(vectors: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int32], np
     return index, vectors if present.all() else vectors[present]
 
 
-def _spread(index: npt.NDArray[np.int32], stored: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Put stored vectors back into the rows that they belong to."""
+def _spread(index: npt.NDArray[np.int32] | None, stored: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Put stored vectors back into the rows that they belong to; None: they lie there."""
+    if index is None:
+        return stored
     if len(index) == len(stored) and np.array_equal(index, np.arange(len(index))):
         return stored
     present = index >= 0

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from probe.store.guard import Segment
-from probe.store.image import Texts, flat_bytes
+from probe.store.image import Texts
 from probe.store.layout import FORMAT_SEGMENT, FORMAT_VERSION, TABLES, TABLES_HASH
 
 Tables = dict[str, Any]
@@ -66,6 +66,14 @@ class _Column(NamedTuple):
     """It can be used where it is."""
 
 
+class _Runs(NamedTuple):
+    """Which rows have a vector, and which have none: where each run of them begins and ends."""
+
+    full: list[tuple[int, int]]
+    bare: list[tuple[int, int]]
+    present: npt.NDArray[np.bool_]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Layout:
     """What to read of a file, and what is where in it. Everything but the vectors is read into one piece of memory."""
@@ -80,6 +88,8 @@ class _Layout:
     """Place, number and width of the stored vectors."""
     texts: dict[str, tuple[bytes, Texts]] = field(default_factory=dict)
     """What the bytes of each text table were last time, and the texts that they are."""
+    runs: dict[str, tuple[bytes, _Runs]] = field(default_factory=dict)
+    """What the index of each table of vectors was last time, and where it says that they belong."""
 
 
 class Twins:
@@ -103,7 +113,8 @@ class Twins:
             identity: What the attributes must say: the run, the rank, the step.
 
         Returns:
-            The tables, whose digest is right, or None where HDF5 must be asked.
+            The tables, whose digest is right, or None where HDF5 must be asked. `sketch_row` and `sample_row` are None:
+            the vectors lie in their rows.
         """
         try:
             status = os.stat(path)
@@ -186,12 +197,10 @@ def _attributes(segment: Segment, stored: list[_Place]) -> dict[str, _Place] | N
         windows.append((max(stop, segment.size - _NEAR), segment.size))
     found: dict[str, list[_Place]] = {name: [] for name in values}
     with open(segment.path, "rb") as file:
-        for begin, end in windows:
+        # What a table holds is no attribute, and looking through all tables takes longer than reading them.
+        for begin, end in (gap for window in windows for gap in _gaps(window, stored)):
             file.seek(begin)
-            around = bytearray(file.read(end - begin))
-            for place in stored:  # what a table holds is no attribute
-                if begin <= place.offset < end:
-                    around[place.offset - begin : place.end - begin] = bytes(place.nbytes)
+            around = file.read(end - begin)
             for name, value in values.items():
                 found[name] += [_Place(begin + at, nbytes) for at, nbytes in _messages(around, name, _plain(value))]
     if any(len(places) != 1 for places in found.values()):
@@ -199,7 +208,18 @@ def _attributes(segment: Segment, stored: list[_Place]) -> dict[str, _Place] | N
     return {name: place for name, (place,) in found.items()}
 
 
-def _messages(around: bytearray, name: str, data: bytes) -> Iterator[_Place]:
+def _gaps(window: tuple[int, int], stored: list[_Place]) -> Iterator[tuple[int, int]]:
+    """Find what lies between the tables in a part of the file."""
+    begin, stop = window
+    for place in sorted(stored):
+        if begin < min(place.offset, stop):
+            yield begin, min(place.offset, stop)
+        begin = max(begin, place.end)
+    if begin < stop:
+        yield begin, stop
+
+
+def _messages(around: bytes, name: str, data: bytes) -> Iterator[_Place]:
     """Find what is a scalar attribute of this name and value.
 
     Source: HDF5 File Format Specification 3.0, section IV.A.2.m, version 3 of the attribute message.
@@ -224,23 +244,25 @@ def _read(descriptor: int, layout: _Layout, identity: dict[str, int | str]) -> T
         if content[layout.attributes[name]].tobytes() != _plain(value):
             return None
     tables: Tables = {}
+    hashed: dict[str, list[Any]] = {}
     for name, column in layout.columns.items():
         raw = content[column.at]
         if column.code.startswith("S"):
-            tables[name] = _texts(layout, name, raw.tobytes(), column.code)
+            tables[name] = texts = _texts(layout, name, raw.tobytes(), column.code)
+            hashed[name] = [texts.joined]
         else:
             values = raw.view(column.code) if column.aligned else np.frombuffer(raw.tobytes(), column.code)
             tables[name] = values.reshape(column.shape)
-    pieces: dict[str, list[npt.NDArray[Any]]] = {}
+            hashed[name] = [raw]
     for name, index in _VECTORS.items():
-        spread = _vectors(descriptor, *layout.vectors[name], tables[index])
+        spread = _vectors(descriptor, layout, name, tables[index])
         if spread is None:
             return None
-        tables[name], pieces[name] = spread
-    if _digest(tables, pieces).encode() != content[layout.attributes[TABLES_HASH]].tobytes():
+        tables[name], hashed[name] = spread
+    if _digest(hashed).encode() != content[layout.attributes[TABLES_HASH]].tobytes():
         return None
-    for name, index in _VECTORS.items():
-        tables[index] = np.arange(len(tables[name]), dtype=np.int32)
+    for index in _VECTORS.values():
+        tables[index] = None
     return tables
 
 
@@ -256,33 +278,50 @@ def _texts(layout: _Layout, name: str, plain: bytes, code: str) -> Texts:
 
 
 def _vectors(
-    descriptor: int, place: _Place, stored: int, width: int, index: npt.NDArray[np.int32]
-) -> tuple[npt.NDArray[np.float32], list[npt.NDArray[Any]]] | None:
+    descriptor: int, layout: _Layout, name: str, index: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.float32], list[npt.NDArray[np.uint8]]] | None:
     """Read stored vectors straight into the rows that they belong to.
 
     Returns:
-        All rows, NaN where there is no vector, and the stored ones in their order; None where the index is odd.
+        All rows, NaN where there is no vector, and the bytes of the stored ones in their order; None where the index is
+        odd.
     """
+    place, stored, width = layout.vectors[name]
+    plain = index.tobytes()
+    last = layout.runs.get(name)
+    if last is None or last[0] != plain:
+        runs = _runs(index, stored)
+        if runs is None:
+            return None
+        last = layout.runs[name] = (plain, runs)
+    full, bare, present = last[1]
     rows = np.empty((len(index), width), np.float32)
+    if len(full) <= _RUNS:
+        pieces = [rows[begin:end].reshape(-1).view(np.uint8) for begin, end in full]
+        if not _read_into(descriptor, pieces, place.offset):
+            return None
+        for begin, end in bare:
+            rows[begin:end] = np.nan
+        return rows, pieces
+    whole = np.empty((stored, width), np.float32)
+    if not _read_into(descriptor, [whole.reshape(-1).view(np.uint8)], place.offset):
+        return None
+    rows[~present] = np.nan
+    rows[present] = whole
+    return rows, [whole.reshape(-1).view(np.uint8)]
+
+
+def _runs(index: npt.NDArray[np.int32], stored: int) -> _Runs | None:
+    """Find which rows have a vector; None where the index does not name each of the stored ones once, in order."""
     present = index >= 0
     if np.count_nonzero(present) != stored or not np.array_equal(index[present], np.arange(stored)):
         return None
     padded = np.zeros(len(index) + 2, np.bool_)
     padded[1:-1] = present
     edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
-    runs = [rows[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True)]
-    if len(runs) <= _RUNS:
-        if not _read_into(descriptor, [run.reshape(-1).view(np.uint8) for run in runs], place.offset):
-            return None
-        for begin, end in zip([0, *edges[1::2]], [*edges[::2], len(index)], strict=True):
-            rows[begin:end] = np.nan
-        return rows, runs
-    whole = np.empty((stored, width), np.float32)
-    if not _read_into(descriptor, [whole.reshape(-1).view(np.uint8)], place.offset):
-        return None
-    rows[~present] = np.nan
-    rows[present] = whole
-    return rows, [whole]
+    full = list(zip(edges[::2], edges[1::2], strict=True))
+    bare = list(zip([0, *edges[1::2]], [*edges[::2], len(index)], strict=True))
+    return _Runs(full, [(begin, end) for begin, end in bare if begin < end], present)
 
 
 def _read_into(descriptor: int, buffers: list[npt.NDArray[np.uint8]], offset: int) -> bool:
@@ -290,12 +329,11 @@ def _read_into(descriptor: int, buffers: list[npt.NDArray[np.uint8]], offset: in
     return not wanted or os.preadv(descriptor, [buffer.data for buffer in buffers], offset) == wanted
 
 
-def _digest(tables: Tables, pieces: dict[str, list[npt.NDArray[Any]]]) -> str:
-    """Compute what `probe.store.image.tables_digest` does, of vectors that lie in pieces."""
+def _digest(hashed: dict[str, list[Any]]) -> str:
+    """Compute what `probe.store.image.tables_digest` does, of the bytes of tables in pieces."""
     digest = xxhash.xxh3_128()
-    for name in sorted(tables):
+    for name in sorted(hashed):
         digest.update(name.encode() + b"\0")
-        table = tables[name]
-        for part in pieces.get(name, [table]):
-            digest.update(table.joined if isinstance(table, Texts) else flat_bytes(part))
+        for part in hashed[name]:
+            digest.update(part)
     return digest.hexdigest()
