@@ -352,7 +352,9 @@ def owner(checks: Sequence[Check], key: Key, step: int | None = None) -> int:
 
     A number that was made by `probe.measure.reduced` belongs to the first check that makes it.
     """
-    suffix = next((each for check in checks for each in check.suffixes if key.item.endswith(each)), "")
+    suffix = ""
+    if key.item.endswith(")"):
+        suffix = next((each for check in checks for each in check.suffixes if key.item.endswith(each)), "")
     if suffix:
         return _owner_of_made(checks, replace(key, item=key.item[: -len(suffix)]), suffix, step)
     shared = False

@@ -9,7 +9,7 @@ Shapes: S steps, R ranks, C cells.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -137,17 +137,21 @@ class SpreadSeen:
 
     calibrated: FloatArray
     """In the unit in which tolerances are calibrated."""
-    relative: FloatArray
-    """Relative to the baselines' own values."""
-    absolute: FloatArray
+    relative: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
+    """Relative to the baselines' own values. Empty where no check declares a bound, as is `absolute`."""
+    absolute: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
 
     def in_unit(self, unit: str) -> FloatArray:
         """Return it in the unit of a declared form."""
         return 1 + self.relative if unit == "ratio" else {"relative": self.relative, "absolute": self.absolute}[unit]
 
 
-def spread_seen(pairs: Sequence[Differences]) -> SpreadSeen | None:
-    """Measure the spread of baselines from all their pairs; None without one."""
+def spread_seen(pairs: Sequence[Differences], checks: Sequence[Check]) -> SpreadSeen | None:
+    """Measure the spread of baselines from all their pairs; None without one.
+
+    Args:
+        checks: Where none of them declares a bound, the spread is asked for in the calibrated unit only.
+    """
     if not pairs:
         return None
 
@@ -156,12 +160,18 @@ def spread_seen(pairs: Sequence[Differences]) -> SpreadSeen | None:
         return np.asarray(np.fmax.accumulate(folded, axis=0), dtype=np.float64)
 
     def relative(d: Differences) -> FloatArray:
+        absolute = d.absolute
         with np.errstate(all="ignore"):
-            return np.where(d.absolute == 0, 0.0, d.absolute / np.abs(d.expected))
+            return np.where(absolute == 0, 0.0, absolute / np.abs(d.expected))
 
-    return SpreadSeen(
-        calibrated=largest(lambda d: d.difference), relative=largest(relative), absolute=largest(lambda d: d.absolute)
-    )
+    calibrated = largest(lambda d: d.difference)
+    if not any(_has_bound(check) for check in checks):
+        return SpreadSeen(calibrated=calibrated)
+    return SpreadSeen(calibrated=calibrated, relative=largest(relative), absolute=largest(lambda d: d.absolute))
+
+
+def _has_bound(check: Check) -> bool:
+    return check.form in DECLARED or bool(check.bound)
 
 
 def assign(index: SeriesIndex, steps: Sequence[int], checks: Sequence[Check]) -> IntArray:
@@ -200,63 +210,70 @@ def judge(
     d, index = differences, differences.index
     cell_of = index.of_cell
     check = assign(index, d.steps, checks) if owners is None else owners
-    form_of = np.array([c.form for c in checks] + ["none"])
-    form = form_of[check][:, None, cell_of]
-    required = np.array([c.required for c in checks] + [False])[check][:, None, cell_of]
-    kinds = np.array([key.kind in REQUIRED_KINDS for key in index.keys])[cell_of]
-    required = (required | kinds) & (form != "record only")
+    bounds = [_has_bound(one) for one in checks]
+    declaring = bool(_flags(bounds, check).any())
+    silent = _flags([one.form == "record only" for one in checks], check)
+    kinds = np.array([key.kind in REQUIRED_KINDS for key in index.keys])
+    required = ((_flags([one.required for one in checks], check) | kinds) & ~silent)[:, None, cell_of]
 
     shape = d.difference.shape
+    shown, needed = d.difference, np.broadcast_to(np.nan, shape)
     if limits is None:
-        tolerance, tight = d.assumed.copy(), d.assumed.copy()
-        spread = np.full(shape, np.nan)
-        flip, within_horizon = np.zeros(shape), np.ones(shape, dtype=bool)
+        tolerance = d.assumed.copy()
+        tight = tolerance.copy() if declaring else tolerance
+        spread, flip = np.broadcast_to(np.nan, shape), np.broadcast_to(0.0, shape)
+        within_horizon = np.broadcast_to(True, shape)
         assumed = d.present & ~d.exact
+        if seen is not None:
+            spread = np.broadcast_to(seen.calibrated[:, None, cell_of], shape)
     else:
-        tolerance, tight, spread, flip = (
-            np.broadcast_to(values[:, None, cell_of], shape).copy()
-            for values in (limits.tolerance, limits.tight, limits.spread, limits.flip)
+        tolerance, tight = (
+            np.broadcast_to(values[:, None, cell_of], shape).copy() for values in (limits.tolerance, limits.tight)
         )
+        known = limits.spread if seen is None else np.where(np.isnan(limits.spread), seen.calibrated, limits.spread)
+        spread, flip = (np.broadcast_to(values[:, None, cell_of], shape) for values in (known, limits.flip))
         within_horizon = np.broadcast_to(limits.judged[:, None, cell_of] > 0, shape)
         assumed = d.present & ~d.exact & limits.assumed
-    if seen is not None:
-        spread = np.where(np.isnan(spread), seen.calibrated[:, None, cell_of], spread)
-    shown = d.difference.copy()
-    needed = np.full(shape, np.nan)
     with np.errstate(all="ignore"):
         excess = shown / tolerance
-        least = np.where(spread > 0, K * spread if limits is None else np.fmax(K * spread, tolerance), np.nan)
+        if declaring:
+            shown, spread, needed, absolute = shown.copy(), spread.copy(), needed.copy(), d.absolute
+            least = np.where(spread > 0, K * spread if limits is None else np.fmax(K * spread, tolerance), np.nan)
         for number, one in enumerate(checks):
-            if one.form in DECLARED or one.bound:
+            if declaring and bounds[number]:
                 cells = (check == number)[:, None, cell_of] & d.present
                 unit = shown_in(one, d)
-                shown[cells] = unit(d.absolute)[cells] if one.form != "ratio" else _ratio(d)[cells]
+                shown[cells] = unit(absolute)[cells] if one.form != "ratio" else _ratio(d)[cells]
                 apart, needed[cells] = unit(in_absolute(d, spread)), unit(in_absolute(d, least))[cells]
                 if seen is not None:
                     known = seen.in_unit(one.unit)[:, None, cell_of]
                     apart = np.where(np.isnan(known), apart, known)
                 spread[cells] = apart[cells]
-                bounds = _bounds(one, d)
-                tolerance[cells], excess[cells] = bounds[cells], _quotient(one, shown, bounds)[cells]
+                allowed = _bounds(one, d)
+                tolerance[cells], excess[cells] = allowed[cells], _quotient(one, shown, allowed)[cells]
                 tight[cells] = tolerance[cells]
-    declared_form = np.isin(form, DECLARED) & np.ones(shape, dtype=bool)
+    declared_form = np.broadcast_to(_flags([one.form in DECLARED for one in checks], check)[:, None, cell_of], shape)
     if limits is not None:
         far = (d.difference > BEYOND_SCRAMBLED * limits.control[cell_of]) & (excess > BEYOND_TOLERANCE)
         within_horizon = within_horizon | (far & ~declared_form)
-    assumed &= ~declared_form
-    exact = (d.exact & ~declared_form) | ((form == "exact") & d.present)
+    by_equality = _flags([one.form == "exact" for one in checks], check)[:, None, cell_of]
+    exact = (d.exact & ~declared_form) | (by_equality & d.present)
     excess[exact] = np.where(d.identical[exact], 0.0, np.inf)
     tolerance[exact] = tight[exact] = 0.0
-    assumed &= ~exact
+    assumed &= ~(declared_form | exact)
 
     comparable = d.present & (d.nonfinite == 0) & (exact | ~d.reshaped)
-    in_check = np.broadcast_to((check != NO_CHECK)[:, None, cell_of], shape) & (form != "record only")
-    after_data = _after_other_data(d, exact & (excess > 1)) & comparable & in_check
-    beyond = comparable & in_check & ~exact & ~declared_form & ~within_horizon & ~np.isnan(tolerance)
-    unknown = comparable & in_check & ~exact & np.isnan(tolerance)
+    in_check = ((check != NO_CHECK) & ~silent)[:, None, cell_of]
+    comparable &= in_check
+    after_data = _after_other_data(d, exact & (excess > 1)) & comparable
+    untold = np.isnan(tolerance)
+    inexact = comparable & ~exact
+    beyond = inexact & ~(declared_form | within_horizon | untold)
+    unknown = inexact & untold
     if flaky is not None:
-        unknown |= comparable & in_check & exact & flaky[cell_of]
-    judged = comparable & in_check & ~after_data & ~beyond & ~unknown
+        unknown |= comparable & exact & flaky[cell_of]
+    judged = comparable & ~(after_data | beyond | unknown)
+    excess[~judged] = np.nan
     param = np.array([key.kind is Kind.PARAM for key in index.keys])[cell_of]
     lost = required & ((d.absent == MISSING) | (d.present & d.reshaped & ~exact) | (d.present & d.retyped & param))
     return Judgement(
@@ -264,14 +281,14 @@ def judge(
         check=check,
         shown=shown,
         tolerance=tolerance,
-        excess=np.where(judged, excess, np.nan),
+        excess=excess,
         tight=tight,
         flip=flip,
         spread=spread,
         needed=needed,
         declared=declared_form & judged & ~exact,
-        is_absolute=declared_form & _of(checks, check, "absolute")[:, None, cell_of],
-        is_ratio=declared_form & _of(checks, check, "ratio")[:, None, cell_of],
+        is_absolute=declared_form & _flags([one.unit == "absolute" for one in checks], check)[:, None, cell_of],
+        is_ratio=declared_form & _flags([one.unit == "ratio" for one in checks], check)[:, None, cell_of],
         exact=exact,
         assumed=assumed & judged,
         poisoned=d.nonfinite == 2,
@@ -284,9 +301,9 @@ def judge(
     )
 
 
-def _of(checks: Sequence[Check], check: IntArray, unit: str) -> BoolArray:
-    """Return which series, at each step, belong to a check of this unit, [S, series]."""
-    return np.array([one.unit == unit for one in checks] + [False], dtype=bool)[check]
+def _flags(of_checks: Sequence[bool], check: IntArray) -> BoolArray:
+    """Return which series, at each step, belong to a check of which something holds, [S, series]."""
+    return np.array([*of_checks, False], dtype=bool)[check]
 
 
 def in_absolute(d: Differences, values: FloatArray) -> FloatArray:

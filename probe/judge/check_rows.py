@@ -17,6 +17,7 @@ from probe.judge.cells import Judgement
 from probe.judge.comparison import WITHOUT_TOLERANCE, CheckResult, Place, Shown, Verdict, Worst
 from probe.judge.fit import fit
 from probe.judge.limits import Limits
+from probe.judge.part import part_of
 from probe.measure.differences import MISSING, UNEXPECTED
 from probe.measure.series import BoolArray
 from probe.point import STEP_CLOCK
@@ -147,6 +148,10 @@ def shown_of(judgement: Judgement, s: int, r: int, cell: int) -> Shown:
 
 
 def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None) -> CheckResult | None:
+    cells = np.flatnonzero((judgement.check == number).any(axis=0)[judgement.differences.index.of_cell])
+    if not cells.size:
+        return None
+    everything, judgement = judgement, part_of(judgement, cells)
     d = judgement.differences
     mine = np.broadcast_to((judgement.check == number)[:, None, d.index.of_cell], d.present.shape)
     there = mine & (d.present | (d.absent > 0))
@@ -156,7 +161,8 @@ def _row(number: int, check: Check, judgement: Judgement, limits: Limits | None)
     shown_cells = judged
     if not judged.any():
         shown_cells = mine & (d.present if check.form == "record only" else judgement.unknown & ~judgement.exact)
-    worst = _worst(judgement, shown_cells, check)
+    at = _furthest(judgement, shown_cells)
+    worst = None if at is None else _worst(everything, at[0], at[1], int(cells[at[2]]), check)
     failing = mine & (judgement.above | judgement.poisoned | judgement.lost)
     exact = bool(judgement.exact[judged].all()) if judged.any() else check.form == "exact"
     spread = judgement.spread[shown_cells & ~judgement.exact]
@@ -234,7 +240,8 @@ def _verdict(judgement: Judgement, mine: BoolArray, judged: BoolArray, check: Ch
     return Verdict.IDENTICAL if d.identical[judged].all() else Verdict.WITHIN
 
 
-def _worst(judgement: Judgement, cells: BoolArray, check: Check) -> Worst | None:
+def _furthest(judgement: Judgement, cells: BoolArray) -> tuple[int, int, int] | None:
+    """Find which of some cells is furthest off: step, rank, cell."""
     if not cells.any():
         return None
     unjudged = bool(np.isnan(judgement.excess[cells]).all())
@@ -242,6 +249,10 @@ def _worst(judgement: Judgement, cells: BoolArray, check: Check) -> Worst | None
     ranked = np.where(cells & ~np.isnan(measure), measure, -1.0)
     # Among cells that are infinitely or equally far off, the earliest is the most telling.
     s, r, cell = (int(i) for i in np.unravel_index(int(np.argmax(ranked)), ranked.shape))
+    return s, r, cell
+
+
+def _worst(judgement: Judgement, s: int, r: int, cell: int, check: Check) -> Worst:
     expected, actual = values_of(judgement, s, r, cell)
     return Worst(
         place=place_of(judgement, s, r, cell),

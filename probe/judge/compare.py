@@ -95,7 +95,7 @@ def compare_cells(
     index = measured.pairs[0, len(baselines)].index
     limits = None if tolerances is None else _limits(tolerances, index, axes, checks, baselines[0])
     flaky = _flaky(measured, len(baselines), index, checks)
-    seen = spread_seen([d for (_, two), d in measured.pairs.items() if two < len(baselines)])
+    seen = spread_seen([d for (_, two), d in measured.pairs.items() if two < len(baselines)], checks)
     known = _known_of(baselines, measured)
     owners = assign(index, axes.steps, checks)
     judgements: list[Judgement] = []

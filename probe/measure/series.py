@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -247,6 +248,12 @@ class SeriesIndex:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def part(self, cells: IntArray) -> SeriesIndex:
+        """Return an index of some cells, by which series have the same numbers."""
+        part = copy(self)
+        part.of_cell = self.of_cell[cells]
+        return part
 
     def largest(self, values: FloatArray) -> FloatArray:
         """Fold [S, R, C] into [S, series] by the maximum over ranks and microbatches, ignoring NaN; NaN where empty."""
