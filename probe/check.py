@@ -365,6 +365,20 @@ def owner(checks: Sequence[Check], key: Key, step: int | None = None) -> int:
     return NO_CHECK
 
 
+def owners(checks: Sequence[Check], keys: Sequence[Key], step: int | None = None) -> list[int]:
+    """Return what `owner` does for each of many keys."""
+    of_kind = {kind: [n for n, check in enumerate(checks) if not check.kinds or kind in check.kinds] for kind in Kind}
+    some = {kind: [checks[number] for number in numbers] for kind, numbers in of_kind.items()}
+    found = []
+    for key in keys:
+        if key.item.endswith(")"):  # perhaps a number that was made, for which checks of other kinds count
+            found.append(owner(checks, key, step))
+            continue
+        own = owner(some[key.kind], key, step)
+        found.append(NO_CHECK if own == NO_CHECK else of_kind[key.kind][own])
+    return found
+
+
 def _owner_of_made(checks: Sequence[Check], source: Key, suffix: str, step: int | None) -> int:
     for number, check in enumerate(checks):
         if suffix not in check.suffixes or (step is not None and check.steps is not None and step not in check.steps):

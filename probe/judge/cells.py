@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from probe.check import DECLARED, NO_CHECK, Check, owner
+from probe.check import DECLARED, NO_CHECK, Check, owners
 from probe.judge.limits import Limits
 from probe.judge.tolerance import K
 from probe.measure.differences import MISSING, Differences
@@ -178,7 +178,7 @@ def assign(index: SeriesIndex, steps: Sequence[int], checks: Sequence[Check]) ->
     """Give each series, at each step, the first check that selects it, [S, series]."""
     keys = index.keys
     if all(check.steps is None for check in checks):
-        row = [owner(checks, key) for key in keys]
+        row = owners(checks, keys)
         return np.tile(np.array(row, dtype=np.intp), (len(steps), 1))
     # Steps in which the same checks judge have the same owners: a long run has few such bands.
     bands: dict[tuple[bool, ...], list[int]] = {}
@@ -186,7 +186,7 @@ def assign(index: SeriesIndex, steps: Sequence[int], checks: Sequence[Check]) ->
     for step in steps:
         band = tuple(check.steps is None or step in check.steps for check in checks)
         if band not in bands:
-            bands[band] = [owner(checks, key, step) for key in keys]
+            bands[band] = owners(checks, keys, step)
         assigned.append(bands[band])
     return np.array(assigned, dtype=np.intp).reshape(len(steps), len(keys))
 
@@ -197,7 +197,7 @@ def judge(
     checks: Sequence[Check],
     flaky: BoolArray | None = None,
     seen: SpreadSeen | None = None,
-    owners: IntArray | None = None,
+    check: IntArray | None = None,
 ) -> Judgement:
     """Judge all cells of one pair of runs.
 
@@ -205,11 +205,11 @@ def judge(
         limits: Tolerances laid out for the same series and steps; None: assumed floors.
         flaky: [series] exact kinds that differ among the baselines themselves, and are not judged.
         seen: How far the baselines at hand are apart.
-        owners: From `assign`, which takes a while; None: it is asked.
+        check: From `assign`, which takes a while; None: it is asked.
     """
     d, index = differences, differences.index
     cell_of = index.of_cell
-    check = assign(index, d.steps, checks) if owners is None else owners
+    check = assign(index, d.steps, checks) if check is None else check
     bounds = [_has_bound(one) for one in checks]
     declaring = bool(_flags(bounds, check).any())
     silent = _flags([one.form == "record only" for one in checks], check)

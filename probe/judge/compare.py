@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from probe.check import NO_CHECK, Check, default_checks, owner
+from probe.check import NO_CHECK, Check, default_checks, owner, owners
 from probe.errors import IncomparableError, ToleranceError, listed
 from probe.judge import check_rows, provenance_changes
 from probe.judge.cells import Judgement, assign, judge, spread_seen
@@ -97,12 +97,12 @@ def compare_cells(
     flaky = _flaky(measured, len(baselines), index, checks)
     seen = spread_seen([d for (_, two), d in measured.pairs.items() if two < len(baselines)], checks)
     known = _known_of(baselines, measured)
-    owners = assign(index, axes.steps, checks)
+    assigned = assign(index, axes.steps, checks)
     judgements: list[Judgement] = []
     summaries_of_pairs: list[PairSummary] = []
     for one, two in list(measured.pairs):
         # A judgement of all cells is large: only the candidates' are kept.
-        judgement = judge(measured.pairs.pop((one, two)), limits, checks, flaky, seen, owners)
+        judgement = judge(measured.pairs.pop((one, two)), limits, checks, flaky, seen, assigned)
         summaries_of_pairs.append(_pair(runs, len(baselines), (one, two), judgement))
         if one == 0 and two >= len(baselines):
             judgements.append(judgement)
@@ -191,8 +191,7 @@ def _limits(
             f"The tolerances are of another job: they were calibrated with {tolerances.world_size} ranks, and "
             f"{str(baseline.path)!r} has {baseline.world_size}. Calibrate with runs of this job."
         )
-    owners = [owner(checks, key) for key in index.keys]
-    factors = [None if one == NO_CHECK else checks[one].k for one in owners]
+    factors = [None if one == NO_CHECK else checks[one].k for one in owners(checks, index.keys)]
     limits = lay_out(tolerances, index.keys, axes.steps, factors)
     if len(index) and not limits.known.any():
         raise ToleranceError(

@@ -96,12 +96,13 @@ class Capture:
         }
         self.ranks = tuple(sorted(self._steps))
         self.problems = (*unreadable, *find_problems(path, self.manifest, self._steps))
+        self._names: dict[int, tuple[tuple[Key, ...], tuple[str, ...]]] = {}
         self._token = os.urandom(16).hex()
         self._twins = _LEARNED[self._token] = Twins()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was learned, and name the folder so that a process elsewhere finds it."""
-        return self.__dict__ | {"path": self.path.absolute(), "_twins": None}
+        return self.__dict__ | {"path": self.path.absolute(), "_twins": None, "_names": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what this process has learned of the capture, from an earlier piece of work or before it was forked."""
@@ -140,8 +141,19 @@ class Capture:
             CaptureError: The step was not recorded.
             CaptureFormatError: The file is damaged, hostile, of another run or of a newer version.
         """
-        path = self.file(rank, step)
-        known = self._twins.tables(path, self._identity(rank, step))
+        rows = self._rows(rank, step)
+        if step == self._steps[rank][0]:
+            self._names[rank] = rows.keys, rows.text
+        return rows
+
+    def names(self, rank: int) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+        """Return the keys of a rank's first step and their texts; remembered from when its rows were read."""
+        if rank not in self._names:
+            self.rows(rank, self.steps(rank)[0])
+        return self._names[rank]
+
+    def _rows(self, rank: int, step: int) -> StepRows:
+        known = self._twins.tables(self.file(rank, step), self._identity(rank, step))
         if known is not None:
             # Tables that contradict each other are decoded again below, for the error message.
             with suppress(ValueError, KeyError, IndexError):
