@@ -25,6 +25,7 @@ import xxhash
 from probe.store.guard import Segment
 from probe.store.image import Texts
 from probe.store.layout import FORMAT_SEGMENT, FORMAT_VERSION, TABLES, TABLES_HASH
+from probe.store.rows import LastingTexts
 
 Tables = dict[str, Any]
 
@@ -273,7 +274,7 @@ def _plain(value: int | str) -> bytes:
 def _texts(layout: _Layout, name: str, plain: bytes, code: str) -> Texts:
     last = layout.texts.get(name)
     if last is None or last[0] != plain:
-        last = layout.texts[name] = (plain, Texts(np.frombuffer(plain, code).tolist() if plain else []))
+        last = layout.texts[name] = (plain, LastingTexts(np.frombuffer(plain, code).tolist() if plain else []))
     return last[1]
 
 
