@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from probe.check import Check, default_checks
+from probe.check import Check, default_checks, owner, owners
 from probe.errors import PlanError
 from probe.point import Key, Kind
 from probe.selection import parse_steps
@@ -242,3 +242,17 @@ def test_a_declared_tolerance_is_written_as_it_was_meant() -> None:
 def test_a_wrong_check_says_what_is_wrong_with_it(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
         Check(what="x", where="", **fields)
+
+
+def test_the_owners_of_many_quantities_are_those_of_each() -> None:
+    checks = (
+        Check(what="norm", where="", select=("grad/*",), reduce="norm", form="rel", rel=0.1),
+        Check(what="size", where="", select=("forward/*",), metric=("mean_abs",), form="rel", rel=0.1),
+        Check(what="step 2", where="", select=("forward/*",), steps=parse_steps("2")),
+        *default_checks(),
+    )
+    names = ("(root)", "blocks.0", "blocks.1.attn", "micro_loss", "lr", "*", "blocks.1.lora_A.weight")
+    items = ("", "[0]", "before", "(norm)", "(mean_abs)", "(other)")
+    keys = [Key(kind=kind, name=name, item=item) for kind in Kind for name in names for item in items]
+    for step in (None, 1, 2):
+        assert owners(checks, keys, step) == [owner(checks, key, step) for key in keys]
