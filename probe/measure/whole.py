@@ -10,6 +10,7 @@ Shapes: Q rows of a segment, W wholes, K sketch buckets, N samples.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,16 +57,16 @@ class WholeCapture(View):
     def across_ranks(self, step: int) -> bool:
         """Tell whether any rank holds parts; once told, it holds for all steps."""
         if self._sharded is None:
-            # Ranks mostly have the same texts, which are then one object.
-            texts = {id(rows.text): rows.text for rows in self._segments(step)}
+            # Ranks mostly have the same texts, which are then one object. Segments are let go one by one.
+            texts = {id(text): text for text in (rows.text for rows in self._segments(step))}
             self._sharded = any(text.startswith(parts.PREFIX) for column in texts.values() for text in column)
         return self._sharded
 
-    def _segments(self, step: int) -> list[StepRows]:
-        return [self._capture.rows(rank, step) for rank in self.ranks if step in self.steps(rank)]
+    def _segments(self, step: int) -> Iterator[StepRows]:
+        return (self._capture.rows(rank, step) for rank in self.ranks if step in self.steps(rank))
 
 
-def _wholes(segments: list[StepRows]) -> dict[tuple[Key, tuple[int, ...]], _Piece]:
+def _wholes(segments: Iterable[StepRows]) -> dict[tuple[Key, tuple[int, ...]], _Piece]:
     """Add up the parts of one step, by key and by the ranks that hold the whole between them."""
     pieces: dict[tuple[Key, tuple[int, ...]], dict[str, _Piece]] = {}
     described: dict[str, parts.Described | None] = {}
