@@ -77,3 +77,11 @@ def test_local_processes_lend_what_they_find() -> None:
         futures = [executor.submit(made) for _ in range(4)]
         for future in futures:
             assert_made(future.result())
+
+
+def test_local_processes_do_without_a_file_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    test_local_processes_lend_what_they_find()

@@ -88,7 +88,7 @@ def measure_repeats(captures: Sequence[CaptureLike], axes: Axes) -> Repeats:
     shift, rotation = Collector(), Collector()
     identical = True
     last: dict[int, tuple[int, StepRows]] = {}
-    floors: list[tuple[Stop, Measured, FloatArray, FloatArray]] = []
+    floors: list[tuple[tuple[int, int], Measured, FloatArray, FloatArray]] = []
     ranks: list[tuple[int, StepRows]] = []
     at = 0
     for stop in walk(captures, axes):
@@ -112,7 +112,7 @@ def measure_repeats(captures: Sequence[CaptureLike], axes: Axes) -> Repeats:
             shift.add(s_before, stop.r, measure(before, rows[0], aligned), aligned, before)
         aligned = catalog.align(rows[0].keys, rows[0].keys)
         itself = measure(rows[0], rows[0], aligned)
-        floors.append((stop, itself, rounding_floor(rows[0]), flip_floor(before, rows[0], catalog)))
+        floors.append(((stop.s, stop.r), itself, rounding_floor(rows[0]), flip_floor(before, rows[0], catalog)))
         last[stop.r] = (stop.s, rows[0])
     _rotate(rotation, ranks, at, catalog)
     return _pool(axes, catalog, list(pairs.values()), (shift, rotation), floors, identical)
@@ -179,15 +179,15 @@ def _pool(
     catalog: Catalog,
     pairs: Sequence[Collector],
     scrambled: tuple[Collector, Collector],
-    floors: Sequence[tuple[Stop, Measured, FloatArray, FloatArray]],
+    floors: Sequence[tuple[tuple[int, int], Measured, FloatArray, FloatArray]],
     identical: bool,
 ) -> Repeats:
     index = SeriesIndex(catalog.keys)
     shape = (len(axes.steps), len(axes.ranks), len(catalog))
     expected, rounding, flips, assumed = (np.full(shape, np.nan) for _ in range(4))
     number, exact = np.zeros(len(catalog), dtype=bool), np.zeros(len(catalog), dtype=bool)
-    for stop, itself, rounded, flip in floors:
-        here = (stop.s, stop.r, itself.cells)
+    for place, itself, rounded, flip in floors:
+        here = (*place, itself.cells)
         expected[here] = np.where(itself.number, itself.expected, np.nan)
         rounding[here], flips[here] = rounded, flip
         assumed[here] = itself.assumed

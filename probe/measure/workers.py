@@ -67,9 +67,13 @@ def _processes(count: int) -> Iterator[Executor]:
 
 
 @contextmanager
-def _memory() -> Iterator[int]:
-    """Make a file in memory, which processes forked from now on have under the same descriptor."""
-    descriptor = os.memfd_create("probe")
+def _memory() -> Iterator[int | None]:
+    """Make a file in memory, which processes forked from now on have under the same descriptor; None if none is had."""
+    try:
+        descriptor = os.memfd_create("probe")
+    except OSError:
+        yield None
+        return
     try:
         yield descriptor
     finally:
