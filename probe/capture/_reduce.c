@@ -18,7 +18,7 @@
 #define K 251
 
 /* What `summary.py` expects; counted up when `reduce` is called in another way, for a build may be older than it. */
-#define INTERFACE 2
+#define INTERFACE 3
 /* Rows whose sums are kept in single precision: 16 cost 10 % of time against 64, and halve the rounding. */
 #define BLOCK 16
 
@@ -177,40 +177,70 @@ static double value_at(const void *data, int64_t index, int type)
     return value;
 }
 
+/* A matrix of the step's rows: what `reduce` writes one row of. */
+struct matrix {
+    Py_buffer view;
+    int held;
+};
+
+static int hold(struct matrix *matrix, PyObject *array, int flags)
+{
+    matrix->held = PyObject_GetBuffer(array, &matrix->view, flags) == 0;
+    return matrix->held;
+}
+
+static void let_go(struct matrix *matrices, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (matrices[i].held)
+            PyBuffer_Release(&matrices[i].view);
+}
+
+static int all_inside(const struct matrix *index, int64_t n)
+{
+    const int64_t *place = index->view.buf;
+    int64_t samples = index->view.len / (Py_ssize_t)sizeof(int64_t);
+    for (int64_t i = 0; i < samples; i++)
+        if (place[i] < 0 || place[i] >= n)
+            return 0;
+    return 1;
+}
+
+enum { INDEX, SUMS, COUNTS, SKETCH, SAMPLE, MATRICES };
+
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 7) {
-        PyErr_SetString(PyExc_TypeError, "reduce(address, numel, type, sketch, index, sample, copy)");
+    if (count != 10) {
+        PyErr_SetString(PyExc_TypeError, "reduce(address, numel, type, copy, row, index, sums, counts, sketch, sample)");
         return NULL;
     }
     const void *data = PyLong_AsVoidPtr(args[0]);
     int64_t n = PyLong_AsLongLong(args[1]);
     int type = (int)PyLong_AsLong(args[2]);
-    void *copy = PyLong_AsVoidPtr(args[6]);
+    void *copy = PyLong_AsVoidPtr(args[3]);
+    int64_t row = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred())
         return NULL;
-    Py_buffer sketch_view, index_view, sample_view;
-    if (PyObject_GetBuffer(args[3], &sketch_view, PyBUF_WRITABLE) < 0)
-        return NULL;
-    if (PyObject_GetBuffer(args[4], &index_view, PyBUF_SIMPLE) < 0) {
-        PyBuffer_Release(&sketch_view);
-        return NULL;
-    }
-    if (PyObject_GetBuffer(args[5], &sample_view, PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(&sketch_view);
-        PyBuffer_Release(&index_view);
-        return NULL;
-    }
-    int64_t samples = index_view.len / (Py_ssize_t)sizeof(int64_t);
-    const int64_t *index = index_view.buf;
-    float *sketch = sketch_view.buf, *sample = sample_view.buf;
-    int fits = sketch_view.len == K * sizeof(float) && sample_view.len >= samples * (Py_ssize_t)sizeof(float) &&
-               type >= FLOAT32 && type <= FLOAT64;
-    for (int64_t i = 0; fits && i < samples; i++)
-        fits = index[i] >= 0 && index[i] < n;
-    struct sums found = {0, 0, 0, 0};
-    int64_t nonfinite = 0;
+    struct matrix m[MATRICES] = {{{0}}};
+    for (int i = 0; i < MATRICES; i++)
+        if (!hold(&m[i], args[5 + i], i == INDEX ? PyBUF_SIMPLE : PyBUF_WRITABLE)) {
+            let_go(m, MATRICES);
+            return NULL;
+        }
+    int64_t samples = m[INDEX].view.len / (Py_ssize_t)sizeof(int64_t);
+    int64_t rows = m[SKETCH].view.len / (Py_ssize_t)(K * sizeof(float));
+    int64_t width = rows > 0 ? m[SAMPLE].view.len / (Py_ssize_t)sizeof(float) / rows : 0;
+    int fits = data != NULL && type >= FLOAT32 && type <= FLOAT64 && row >= 0 && row < rows && samples <= width &&
+               m[SKETCH].view.len % (Py_ssize_t)(K * sizeof(float)) == 0 &&
+               m[SUMS].view.len == rows * 4 * (Py_ssize_t)sizeof(double) &&
+               m[COUNTS].view.len == rows * 2 * (Py_ssize_t)sizeof(int64_t) && all_inside(&m[INDEX], n);
     if (fits) {
+        const int64_t *index = m[INDEX].view.buf;
+        double *sums = (double *)m[SUMS].view.buf + row * 4;
+        int64_t *counts = (int64_t *)m[COUNTS].view.buf + row * 2;
+        float *sketch = (float *)m[SKETCH].view.buf + row * K, *sample = (float *)m[SAMPLE].view.buf + row * width;
+        struct sums found = {0, 0, 0, 0};
+        int64_t nonfinite = 0;
         double wide[K] = {0};
         PyThreadState *state = n > 32768 ? PyEval_SaveThread() : NULL;
         reduce_best(data, n, type, wide, &found, copy);
@@ -228,6 +258,12 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
                     found.largest = isnan(found.largest) ? found.largest : size;
             }
         }
+        sums[0] = found.total;
+        sums[1] = sqrt(found.squares);
+        sums[2] = found.absolute;
+        sums[3] = found.largest;
+        counts[0] = nonfinite;
+        counts[1] = n;
         for (int j = 0; j < K; j++)
             sketch[j] = (float)wide[j];
         for (int64_t i = 0; i < samples; i++)
@@ -235,20 +271,53 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         if (state != NULL)
             PyEval_RestoreThread(state);
     }
-    PyBuffer_Release(&sketch_view);
-    PyBuffer_Release(&index_view);
-    PyBuffer_Release(&sample_view);
+    let_go(m, MATRICES);
     if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "reduce: a buffer has another size, or an index is outside the tensor.");
+        PyErr_SetString(PyExc_ValueError,
+                        "reduce: a buffer has another size, an index is outside the tensor, or it has no memory.");
         return NULL;
     }
-    return Py_BuildValue("ddddLL", found.total, sqrt(found.squares), found.absolute, found.largest,
-                         (long long)nonfinite, (long long)n);
+    Py_RETURN_NONE;
+}
+
+static PyObject *samples_are(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "samples_are(address, numel, type, index, sample)");
+        return NULL;
+    }
+    const void *data = PyLong_AsVoidPtr(args[0]);
+    int64_t n = PyLong_AsLongLong(args[1]);
+    int type = (int)PyLong_AsLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    struct matrix m[2] = {{{0}}};
+    if (!hold(&m[0], args[3], PyBUF_SIMPLE) || !hold(&m[1], args[4], PyBUF_SIMPLE)) {
+        let_go(m, 2);
+        return NULL;
+    }
+    int64_t samples = m[0].view.len / (Py_ssize_t)sizeof(int64_t);
+    int fits = data != NULL && type >= FLOAT32 && type <= FLOAT64 &&
+               m[1].view.len >= samples * (Py_ssize_t)sizeof(float) && all_inside(&m[0], n);
+    int same = 1;
+    for (int64_t i = 0; fits && same && i < samples; i++) {
+        float now = (float)value_at(data, ((const int64_t *)m[0].view.buf)[i], type), then = ((const float *)m[1].view.buf)[i];
+        same = now == then || (isnan(now) && isnan(then));
+    }
+    let_go(m, 2);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError,
+                        "samples_are: a buffer has another size, an index is outside the tensor, or it has no memory.");
+        return NULL;
+    }
+    return PyBool_FromLong(same);
 }
 
 static PyMethodDef methods[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL,
-     "reduce(address, numel, type, sketch, index, sample, copy) -> (sum, l2, sum |x|, max |x|, non-finite, numel)"},
+     "reduce(address, numel, type, copy, row, index, sums, counts, sketch, sample): write one row of the last four."},
+    {"samples_are", (PyCFunction)(void (*)(void))samples_are, METH_FASTCALL,
+     "samples_are(address, numel, type, index, sample): tell whether these elements have these values."},
     {NULL, NULL, 0, NULL},
 };
 

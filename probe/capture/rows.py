@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from probe.capture import summary
+from probe.capture.kept import Copy
 from probe.point import Key, Kind
 from probe.store.layout import SAMPLES, SCALARS, SKETCH_K, FullTensor, StepRows
 
@@ -35,7 +36,8 @@ class Rows:
         self.where: list[str] = []
         self.hash: dict[int, tuple[int, int]] = {}
         self.on_device: list[tuple[int, torch.Tensor]] = []
-        self.tensors: dict[Key, torch.Tensor] = {}
+        self.tensors: dict[Key, Copy | torch.Tensor] = {}
+        """Kept whole: in host memory, or a clone on its device."""
         self.value = np.full(capacity, np.nan)
         self.sums = np.full((capacity, 4), np.nan)
         """[Q, 4] sum, l2, sum |x|, max |x|."""
@@ -121,7 +123,9 @@ def step_rows(rows: Rows, step: int, rank: int, world_size: int) -> StepRows:
     }
     assert tuple(scalars) == SCALARS
     tensors = {
-        key: FullTensor(bits=summary.host_bits(tensor), dtype=str(tensor.dtype).removeprefix("torch."))
+        key: tensor.whole()
+        if isinstance(tensor, Copy)
+        else FullTensor(bits=summary.host_bits(tensor), dtype=summary.dtype_name(tensor.dtype))
         for key, tensor in rows.tensors.items()
     }
     closed = StepRows(

@@ -1,15 +1,17 @@
 """Reduce one tensor to a row of fixed size, on its own device, without touching the run.
 
-Everything here happens under `quiet`: no autograd, no autocast, no dispatch modes, no global RNG. On a CPU the compiled
-`_reduce` reads each element once, at about 0.2 ns; where it was not built, torch does the same in five passes over
-blocks that stay in cache, at about 1 ns. This module must not know where a tensor came from.
+Everything here happens under `quiet` (no autograd, no autocast, no dispatch modes, no global RNG), or runs no operation
+of torch at all. On a CPU the compiled `_reduce` reads each element once, at about 0.2 ns; where it was not built, torch
+does the same in five passes over blocks that stay in cache, at about 1 ns. This module must not know where a tensor
+came from.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from probe import sketch as sketch_module
 from probe.sketch import mix64
 from probe.store.layout import SAMPLES, SKETCH_K
 
-INTERFACE = 2
+INTERFACE = 3
 """How the compiled reduction is called here; a build that is called in another way is not used."""
 
 
@@ -36,6 +38,9 @@ def _compiled() -> Any:
 
 compiled = _compiled()
 """The compiled reduction; None where there was no C compiler when the package was installed, or the build is older."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that hold their data themselves; any other may be a wrapper."""
 
 COMPILED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 """Types that the compiled reduction reads as they are, by its numbers for them."""
@@ -52,6 +57,12 @@ DEVICE_ROW = 6 + SKETCH_K + SAMPLES
 
 SMALL = 8192
 """Elements up to which numpy's lower cost per call outweighs torch's faster loops (measured; not critical)."""
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Give torch's name of an element type, without `torch.`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def row_signs(first: int, count: int) -> npt.NDArray[np.float32]:
@@ -199,13 +210,64 @@ def device_row(tensor: torch.Tensor, name: str, scratch: Scratch) -> torch.Tenso
     return row
 
 
+class Matrices(Protocol):
+    """The arrays whose rows the compiled reduction writes."""
+
+    sums: npt.NDArray[np.float64]
+    """[Q, 4] sum, l2, sum |x|, max |x|."""
+    counts: npt.NDArray[np.int64]
+    """[Q, 2] non-finite elements, elements."""
+    sketch: npt.NDArray[np.float32]
+    """[Q, K]"""
+    sample: npt.NDArray[np.float32]
+    """[Q, N]"""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether the compiled reduction can read a tensor where it lies; nothing asked here is an operation."""
+    return (
+        compiled is not None
+        and type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.dtype in COMPILED_TYPES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and tensor.numel() > 0
+    )
+
+
+def reduce_plain(tensor: torch.Tensor, name: str, rows: Matrices, row: int, copy: int) -> None:
+    """Write the row of a tensor for which `is_plain` is true.
+
+    Args:
+        tensor: The tensor.
+        name: Decides which values are sampled.
+        rows: Get the numbers of `host_row`, in the given row.
+        row: From 0.
+        copy: Address of memory that gets the tensor's values, or 0.
+    """
+    kind, numel, matrices = (
+        COMPILED_TYPES[tensor.dtype],
+        tensor.numel(),
+        (rows.sums, rows.counts, rows.sketch, rows.sample),
+    )
+    compiled.reduce(tensor.data_ptr(), numel, kind, copy, row, sample_index(name, numel), *matrices)
+
+
+def samples_are(tensor: torch.Tensor, name: str, sample: npt.NDArray[np.float32]) -> bool:
+    """Tell whether a tensor for which `is_plain` is true has the samples that its row has."""
+    numel = tensor.numel()
+    kind = COMPILED_TYPES[tensor.dtype]
+    return bool(compiled.samples_are(tensor.data_ptr(), numel, kind, sample_index(name, numel), sample))
+
+
 def host_row(
     tensor: torch.Tensor,
     name: str,
     scratch: Scratch,
     sketch: npt.NDArray[np.float32],
     sample: npt.NDArray[np.float32],
-    copy: torch.Tensor | None = None,
 ) -> tuple[float, float, float, float, int, int]:
     """Summarise a tensor in host memory: the same numbers as `device_row`, written in place.
 
@@ -218,33 +280,24 @@ def host_row(
         scratch: Work space.
         sketch: [K], overwritten.
         sample: [N], overwritten as far as there are values.
-        copy: Contiguous, of the tensor's shape and type; gets its values, if it has any.
 
     Returns:
         sum, l2, sum |x|, max |x|, number of non-finite elements, number of elements.
     """
-    given = tensor.detach()
-    tensor = as_real(given)
+    tensor = as_real(tensor.detach())
     numel = tensor.numel()
     if numel == 0:
         sketch[:] = 0.0
         return 0.0, 0.0, 0.0, 0.0, 0, 0
     index = sample_index(name, numel)
     if compiled is not None:
-        address = 0
-        if copy is not None and given.dtype in COMPILED_TYPES:
-            address = copy.data_ptr()
-        elif copy is not None:
-            copy.copy_(given)
         if tensor.dtype not in COMPILED_TYPES:
             tensor = flat_numbers(tensor, scratch)
         flat = tensor.contiguous()
-        numbers: tuple[float, float, float, float, int, int] = compiled.reduce(
-            flat.data_ptr(), numel, COMPILED_TYPES[flat.dtype], sketch, index, sample, address
-        )
-        return numbers
-    if copy is not None:
-        copy.copy_(given)
+        sums, counts = np.empty(4), np.empty(2, np.int64)
+        kind = COMPILED_TYPES[flat.dtype]
+        compiled.reduce(flat.data_ptr(), numel, kind, 0, 0, index, sums, counts, sketch, sample)
+        return *sums.tolist(), *counts.tolist()
     return _host_row_by_torch(flat_numbers(tensor, scratch), index, scratch, sketch, sample)
 
 
@@ -315,6 +368,12 @@ def _large_sums(
         max_abs = max(max_abs, size.amax().item())  # of a NaN, the sum tells
     sketch[:] = wide[0]
     return float(wide[1].sum()), math.sqrt(squares) if squares >= 0 else squares, sum_abs, max_abs
+
+
+def fingerprint_plain(tensor: torch.Tensor) -> tuple[int, int]:
+    """Do as `fingerprint` for a tensor for which `is_plain` is true."""
+    digest = xxhash.xxh3_128_intdigest((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+    return digest >> 64, digest & 0xFFFFFFFFFFFFFFFF
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
