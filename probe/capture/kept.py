@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from probe.errors import CaptureError
+from probe.store.disk import aligned
 from probe.store.dtypes import BITS
 from probe.store.layout import PAGE, FullTensor
 
@@ -67,9 +68,7 @@ class Copies:
         try:
             memory = self._free[pages].pop()
         except (KeyError, IndexError):
-            room = np.empty(pages + PAGE, np.uint8)
-            start = -room.ctypes.data % PAGE
-            memory = room[start : start + pages]
+            memory = aligned(nbytes)
         return Copy(memory, nbytes, dtype, shape)
 
     def give_back(self, copies: Iterable[Copy]) -> None:

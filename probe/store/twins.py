@@ -173,7 +173,7 @@ def _layout(segment: Segment) -> _Layout | None:
 
 
 def _attributes(segment: Segment, stored: list[_Place]) -> dict[str, _Place] | None:
-    """Find where the attributes of `/` lie: between the tables, behind them or at the end of the file."""
+    """Find where the attributes of `/` lie: before, between or behind the tables, or at the end of the file."""
     root = segment.root
     values: dict[str, int | str] = {name: segment.text(root, name) for name in _TEXTS}
     values |= {name: segment.number(root, name) for name in _NUMBERS}
@@ -181,7 +181,7 @@ def _attributes(segment: Segment, stored: list[_Place]) -> dict[str, _Place] | N
     if stop - start > 2 * sum(place.nbytes for place in stored) + _NEAR:
         return None  # tensors between the tables
     stop = min(stop + _NEAR, segment.size)
-    windows = [(start, stop)]
+    windows = [(0 if start <= _NEAR else start, stop)]
     if stop < segment.size:
         windows.append((max(stop, segment.size - _NEAR), segment.size))
     found: dict[str, list[_Place]] = {name: [] for name in values}
