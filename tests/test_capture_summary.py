@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from probe.capture import summary
+from probe.capture import device, summary
 from probe.store.layout import SAMPLES, SKETCH_K
 
 
@@ -58,7 +58,7 @@ def test_a_row_holds_the_sums_the_sketch_and_the_samples_of_its_definition(
 def test_the_device_path_gives_the_numbers_of_the_host_path() -> None:
     tensor = torch.randn(70, 300, generator=torch.Generator().manual_seed(2))
     numbers, sketch, sample = host(tensor)
-    row = summary.device_row(tensor, "x", summary.Scratch()).numpy()
+    row = device.device_row(tensor, "x", summary.Scratch()).numpy()
     np.testing.assert_allclose(row[:6], numbers, rtol=2e-6, atol=1e-4)
     # 83 rows are added up in fp32 there, in another order.
     np.testing.assert_allclose(row[6 : 6 + SKETCH_K], sketch, rtol=0, atol=1e-6 * float(np.abs(sketch).max()))
@@ -103,7 +103,7 @@ def test_numbers_that_are_not_finite_are_counted(bad: float) -> None:
     tensor = torch.ones(3, 400)
     tensor[1, 7], tensor[2, 9] = bad, bad
     assert host(tensor)[0][4:] == (2, 1200)
-    assert summary.device_row(tensor, "x", summary.Scratch())[4:6].tolist() == [2, 1200]
+    assert device.device_row(tensor, "x", summary.Scratch())[4:6].tolist() == [2, 1200]
 
 
 @pytest.mark.parametrize("place", [0, 5, 251 * 700, -1])

@@ -233,6 +233,8 @@ class Recorder:
 
     # ------------------------------------------------------------------ writing
     def _submit(self) -> None:
+        with summary.quiet():
+            self._rows.transfer.send()
         if self._sink is not None:
             self._sink(step_rows(self._rows, self.step, *ranks()))
             return

@@ -11,10 +11,14 @@ from collections.abc import Callable
 import torch
 
 from probe.capture import summary
+from probe.capture.device import device_row
 from probe.capture.kept import Copies
 from probe.capture.rows import Rows
 from probe.capture.shards import Part, held, part_row
-from probe.point import Key
+from probe.point import Key, Kind
+
+DIGESTED = 16 << 20
+"""Bytes of a tensor on an accelerator, at most, that are brought to the host for the digest of their bits."""
 
 
 class Reducer:
@@ -90,28 +94,29 @@ class Reducer:
     def _any(
         self, rows: Rows, row: int, key: Key, value: torch.Tensor, exact: bool, keeps: bool, part: Part | None
     ) -> None:
-        on_host = value.device.type == "cpu"
+        if not _on_host(value):
+            scratch = self._scratch
+            numbers = device_row(value, key.name, scratch) if part is None else part_row(value, key.name, part, scratch)
+            rows.transfer.add_row(row, numbers)
+            # The batch is judged by its bits, whatever its size; parameters need not all cross to the host.
+            if exact and part is None and (key.kind is Kind.BATCH or value.nbytes <= DIGESTED):
+                rows.transfer.add_bits(row, value)
+            if keeps:
+                rows.tensors[key] = rows.transfer.copy(value)
+            return
         if part is not None:
-            numbers = part_row(value, key.name, part, self._scratch)
-            if on_host:
-                rows.fill(row, numbers.numpy())
-            else:
-                rows.on_device.append((row, numbers))
-        elif on_host:
+            rows.fill(row, part_row(value, key.name, part, self._scratch).numpy())
+        else:
             sums = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row])
             rows.sums[row], rows.counts[row] = sums[:4], sums[4:]
             if sums[5] == 1:
                 rows.value[row] = sums[0]
-        else:
-            rows.on_device.append((row, summary.device_row(value, key.name, self._scratch)))
-        if exact and part is None:
-            rows.hash[row] = summary.fingerprint(value)
-        if keeps and on_host:
+            if exact:
+                rows.hash[row] = summary.fingerprint(value)
+        if keeps:
             copy = self._copies.room_for(value.nbytes, summary.dtype_name(value.dtype), tuple(value.shape))
             copy.fill(value.detach())
             rows.tensors[key] = copy
-        elif keeps:
-            rows.tensors[key] = value.detach().clone()  # the writer fetches it
 
     def _not_reduced(self, rows: Rows, row: int, key: Key, error: Exception) -> None:
         """Say in a row why it has no numbers: whatever a tensor is made of, the training goes on."""
@@ -122,3 +127,7 @@ class Reducer:
         if not self._told:
             self._told = True
             self._warn(f"Some tensors have no numbers, the first of them {key.label!r}: {reason.rstrip('.')}.")
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_cpu)
