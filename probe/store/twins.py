@@ -1,8 +1,9 @@
 """Read segments that lie in their files as one that was read before does, without asking HDF5 again.
 
-A run's segments differ in their numbers and hardly ever in their layout. Opening one with HDF5 and looking at every
-header takes six times as long as reading and checking its tables. So the places where the tables and the attributes of
-a segment were found are remembered, and a file of the same size is read at these places. Nothing is taken on trust:
+A run's segments differ in their numbers and hardly ever in their layout, and those of another run of the job do not
+either. Opening one with HDF5 and looking at every header takes six times as long as reading and checking its tables.
+So the places where the tables and the attributes of a segment were found are remembered for as long as the process
+lives, and a file of the same size is read at these places, whichever capture it is in. Nothing is taken on trust:
 the identity that stands there must be the one that is wanted, and the tables must have the digest that stands there;
 if not, or if anything else is unusual, the answer is None and HDF5 is asked. This module must not know what the
 tables mean.
@@ -29,7 +30,9 @@ from probe.store.layout import FORMAT_SEGMENT, FORMAT_VERSION, TABLES, TABLES_HA
 Tables = dict[str, Any]
 
 KEPT = 32
-"""Layouts that are remembered: a run has a few, for its first step has more rows."""
+"""Layouts that are learned of one capture: a run has a few, for its first step has more rows."""
+REMEMBERED = 64
+"""Layouts of all captures that are remembered; the oldest is forgotten first."""
 _NEAR = 1 << 16
 """Bytes behind the last table, and at the end of the file, in which the attributes are looked for."""
 _GAP = 1 << 13
@@ -82,19 +85,25 @@ class _Layout:
     """What the bytes of each text table were last time, and the texts that they are."""
 
 
+_known: list[tuple[int, _Layout]] = []
+"""Size of a file, and a layout that one of that size had. Threads share it, so it is only added to and cut."""
+
+
 class Twins:
-    """The layouts that segments of one capture have been seen in."""
+    """Reads segments of one capture in the layouts that are known."""
 
     def __init__(self) -> None:
-        self._layouts: dict[int, list[_Layout]] = {}
+        self._learned = 0
 
     def learn(self, segment: Segment) -> None:
         """Remember where things lie in a segment that was read and found sound."""
-        if sum(map(len, self._layouts.values())) >= KEPT:
-            return
+        if self._learned >= KEPT:
+            return  # a run whose layout never stays the same
         layout = _layout(segment)
         if layout is not None:
-            self._layouts.setdefault(segment.size, []).append(layout)
+            self._learned += 1
+            _known.append((segment.size, layout))
+            del _known[:-REMEMBERED]
 
     def tables(self, path: Path, identity: dict[str, int | str]) -> Tables | None:
         """Read the tables of a segment without their step axis, `sketch` and `sample` spread over all rows.
@@ -107,7 +116,7 @@ class Twins:
         """
         try:
             status = os.stat(path)
-            layouts = self._layouts.get(status.st_size)
+            layouts = [layout for size, layout in _known if size == status.st_size]
             if not layouts or not stat.S_ISREG(status.st_mode):
                 return None
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
