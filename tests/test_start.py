@@ -58,8 +58,12 @@ def test_showing_a_capture_as_json_imports_nothing_heavy(pair: list[str]) -> Non
     assert imported("show", pair[0], "--json", names=("numpy", *HEAVY)) == {"numpy"}
 
 
-def test_text_needs_tables(pair: list[str]) -> None:
-    assert imported("diff", *pair, "--same-code", names=("rich", "torch")) == {"rich"}
+def test_comparing_a_small_capture_to_text_imports_nothing_heavy(pair: list[str]) -> None:
+    assert imported("diff", *pair, "--same-code", names=("numpy", *HEAVY)) == {"numpy"}
+
+
+def test_what_is_imported_is_seen(pair: list[str]) -> None:
+    assert imported("diff", *pair, "--same-code", names=("h5py", "click", "torch")) == {"h5py", "click"}
 
 
 @pytest.mark.parametrize("count", range(1, 20))
