@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,8 @@ class Segment:
     """Bytes of the file."""
     root: h5g.GroupID
     sort: Sort = SEGMENT
+    _sound: dict[bytes, h5d.DatasetID] = field(default_factory=dict, init=False)
+    """Datasets of `root` that were looked at already: that takes as long as reading a small one."""
 
     def refusal(self, what: str, why: str) -> CaptureFormatError:
         """Make the error that says what is not read, and why."""
@@ -196,6 +198,13 @@ class Segment:
 
     def dataset(self, parent: h5g.GroupID, name: bytes) -> h5d.DatasetID:
         """Open a dataset by hard link whose data lies inside this file: contiguous, or in chunks where they may be."""
+        if parent is not self.root:
+            return self._found_sound(parent, name)
+        if name not in self._sound:
+            self._sound[name] = self._found_sound(parent, name)
+        return self._sound[name]
+
+    def _found_sound(self, parent: h5g.GroupID, name: bytes) -> h5d.DatasetID:
         found = self._object(parent, name, h5o.TYPE_DATASET)
         what = f"dataset {name.decode('utf-8', 'replace')!r}"
         made = found.get_create_plist()

@@ -11,6 +11,7 @@ tables mean.
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import struct
@@ -139,7 +140,7 @@ def _layout(segment: Segment) -> _Layout | None:
         item = dataset.get_type().get_size()
         code = f"S{item}" if table.code == "S" else table.code
         shape = tuple(map(int, dataset.shape))
-        place = _Place(dataset.get_offset() or 0, item * int(np.prod(shape, dtype=np.int64)))
+        place = _Place(dataset.get_offset() or 0, item * math.prod(shape))
         tables[table.name] = (place, shape[1:] if table.axes.startswith("S") else shape, code)
     stored = [place for place, _, _ in tables.values() if place.nbytes]
     if not stored:
@@ -195,12 +196,9 @@ def _attributes(segment: Segment, stored: list[_Place]) -> dict[str, _Place] | N
         windows.append((max(stop, segment.size - _NEAR), segment.size))
     found: dict[str, list[_Place]] = {name: [] for name in values}
     with open(segment.path, "rb") as file:
-        for begin, end in windows:
+        for begin, end in (gap for window in windows for gap in _gaps(stored, *window)):
             file.seek(begin)
-            around = bytearray(file.read(end - begin))
-            for place in stored:  # what a table holds is no attribute
-                if begin <= place.offset < end:
-                    around[place.offset - begin : place.end - begin] = bytes(place.nbytes)
+            around = file.read(end - begin)
             for name, value in values.items():
                 found[name] += [_Place(begin + at, nbytes) for at, nbytes in _messages(around, name, _plain(value))]
     if any(len(places) != 1 for places in found.values()):
@@ -208,7 +206,17 @@ def _attributes(segment: Segment, stored: list[_Place]) -> dict[str, _Place] | N
     return {name: place for name, (place,) in found.items()}
 
 
-def _messages(around: bytearray, name: str, data: bytes) -> Iterator[_Place]:
+def _gaps(stored: list[_Place], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """List what lies between the tables: what a table holds is no attribute."""
+    for place in sorted(stored):
+        if begin < place.offset < end:
+            yield begin, place.offset
+        begin = max(begin, place.end)
+    if begin < end:
+        yield begin, end
+
+
+def _messages(around: bytes, name: str, data: bytes) -> Iterator[_Place]:
     """Find what is a scalar attribute of this name and value.
 
     Source: HDF5 File Format Specification 3.0, section IV.A.2.m, version 3 of the attribute message.
