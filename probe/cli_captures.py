@@ -142,6 +142,17 @@ def _in_words(nbytes: int) -> str:
     return _count(nbytes, "byte")
 
 
+def checks_of(plan: Path | None) -> tuple[Check, ...]:
+    """Return the checks of a plan, or the default ones."""
+    if plan is None:
+        from probe.check import default_checks
+
+        return default_checks()
+    from probe.plan import load_plan
+
+    return load_plan(plan).checks
+
+
 def compare_captures(
     baselines: Sequence[Capture],
     candidates: Sequence[Capture],
@@ -153,7 +164,6 @@ def compare_captures(
 ) -> tuple[Comparison, tuple[Judgement, ...]]:
     """Compare captures, with as many processes as pay, or on a Dask cluster; show how far it is on a terminal."""
     from probe.judge.compare import compare_cells
-    from probe.measure.elementwise import compare_elements
     from probe.measure.workers import WORTH_NBYTES, WORTH_SEGMENTS, dask_cluster, local_processes
 
     nbytes = sum(capture.nbytes for capture in (*baselines, *candidates))
@@ -172,10 +182,13 @@ def compare_captures(
             progress=progress,
         )
         elements = []
-        for candidate in candidates:
-            found = compare_elements(baselines[0], candidate, spread)
-            if found is not None and found.tensors:
-                elements.append((str(candidate.path), found))
+        if baselines[0].may_keep_tensors:
+            from probe.measure.elementwise import compare_elements
+
+            for candidate in candidates:
+                found = compare_elements(baselines[0], candidate, spread)
+                if found is not None and found.tensors:
+                    elements.append((str(candidate.path), found))
     return replace(comparison, elements=tuple(elements)), judgements
 
 

@@ -43,7 +43,17 @@ def pair(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "run-0"), str(tmp_path / "run-1")]
 
 
-HEAVY = ("torch", "rich", "numpy.ma", "pandas", "distributed", "multiprocessing", "concurrent.futures.process", "isal")
+HEAVY = (
+    "torch",
+    "tomllib",
+    "rich",
+    "numpy.ma",
+    "pandas",
+    "distributed",
+    "multiprocessing",
+    "concurrent.futures.process",
+    "isal",
+)
 
 
 def test_help_imports_no_library_but_click() -> None:

@@ -132,7 +132,7 @@ def compare_elements(
     Raises:
         CaptureFormatError: A tensor does not have its digest, or a file is damaged.
     """
-    if not (_may_keep(baseline) and _may_keep(candidate)):
+    if not (baseline.may_keep_tensors and candidate.may_keep_tensors):
         return None
     places = [
         (rank, step)
@@ -175,14 +175,6 @@ def _gathered(tasks: Sequence[_Task], pieces: int) -> list[_Task]:
         else:
             gathered.append(task)
     return gathered
-
-
-def _may_keep(capture: Capture) -> bool:
-    """Tell whether a run was asked to keep tensors whole; where nothing says so, it may have been."""
-    config = capture.manifest.get("config")
-    plan = config.get("plan") if isinstance(config, dict) else None
-    record = plan.get("record") if isinstance(plan, dict) else None
-    return not isinstance(record, dict) or "full" not in record or bool(record["full"])
 
 
 def _joined(found: Sequence[tuple[ElementsCompared, list[int]]]) -> ElementsCompared:

@@ -116,6 +116,14 @@ class Capture:
             file.stat().st_size for file in {self.file(rank, s) for rank in self.ranks for s in self.steps(rank)}
         )
 
+    @property
+    def may_keep_tensors(self) -> bool:
+        """Whether the run was asked to keep tensors whole; where nothing says so, it may have been."""
+        config = self.manifest.get("config")
+        plan = config.get("plan") if isinstance(config, dict) else None
+        record = plan.get("record") if isinstance(plan, dict) else None
+        return not isinstance(record, dict) or "full" not in record or bool(record["full"])
+
     def rows(self, rank: int, step: int) -> StepRows:
         """Read the rows of one step, without its tensors.
 
