@@ -164,7 +164,7 @@ def compare_captures(
 ) -> tuple[Comparison, tuple[Judgement, ...]]:
     """Compare captures, with as many processes as pay, or on a Dask cluster; show how far it is on a terminal."""
     from probe.judge.compare import compare_cells
-    from probe.measure.workers import WORTH_NBYTES, WORTH_SEGMENTS, dask_cluster, local_processes
+    from probe.measure.workers import PIECES, WORTH_NBYTES, WORTH_SEGMENTS, dask_cluster, local_processes
 
     nbytes = sum(capture.nbytes for capture in (*baselines, *candidates))
     with (
@@ -185,8 +185,9 @@ def compare_captures(
         if baselines[0].may_keep_tensors:
             from probe.measure.elementwise import compare_elements
 
+            threads = 1 if scheduler or spread is None else spread.pieces // PIECES
             for candidate in candidates:
-                found = compare_elements(baselines[0], candidate, spread)
+                found = compare_elements(baselines[0], candidate, spread, threads=threads)
                 if found is not None and found.tensors:
                     elements.append((str(candidate.path), found))
     return replace(comparison, elements=tuple(elements)), judgements

@@ -19,7 +19,7 @@ from step_rows import forward_keys, make_rows, random_tensor
 
 from probe import cli
 from probe.errors import CaptureFormatError
-from probe.measure import elementwise
+from probe.measure import blocks, elementwise
 from probe.measure.elementwise import ElementDifference, ElementsCompared, compare_elements
 from probe.measure.pairs import Spread
 from probe.point import Key
@@ -28,7 +28,7 @@ from probe.store.dtypes import BITS, widen
 from probe.store.layout import FullTensor, StepRows
 from probe.store.pack import pack
 from probe.store.reader import Capture, open_capture
-from probe.store.tensors import Whole
+from probe.store.tensors import Placed
 from probe.store.writer import RankWriter, create_capture, write_manifest
 
 KEYS = forward_keys(4)
@@ -145,8 +145,8 @@ def test_every_type_is_compared_by_its_values(tmp_path: Path, dtype: str) -> Non
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("float64", 8)])
 def test_units_in_the_last_place_are_counted_across_zero_and_over_the_whole_range(dtype: str, item: int) -> None:
     def apart(one: int, two: int) -> int:
-        blocks = [np.array([bits], dtype=f"<u{item}").view(np.uint8) for bits in (one, two)]
-        return elementwise._block(dtype)(*blocks).ulps
+        pair = [np.array([bits], dtype=f"<u{item}").view(np.uint8).data for bits in (one, two)]
+        return blocks._Found(*blocks._block(dtype)(*pair, -1.0)).ulps
 
     sign = 1 << (8 * item - 1)
     largest = {"float32": 0x7F7FFFFF, "bfloat16": 0x7F7F, "float16": 0x7BFF, "float64": 0x7FEFFFFFFFFFFFFF}[dtype]
@@ -157,7 +157,7 @@ def test_units_in_the_last_place_are_counted_across_zero_and_over_the_whole_rang
 
 
 needs_compiler = pytest.mark.skipif(
-    elementwise._elementwise is None,
+    blocks.compiled is None,
     reason="the compiled comparison was not built: no C compiler when the package was installed",
 )
 
@@ -182,18 +182,20 @@ def test_the_compiled_comparison_finds_what_numpy_does(
         odd = np.array([each << (16 if dtype == "float32" else 0) for each in odd], dtype=kind)
         one, two = odd[random.integers(0, len(odd), count)], odd[random.integers(0, len(odd), count)]
     two = np.where(random.random(count) < same, one, two)
-    blocks = one.view(np.uint8), two.view(np.uint8)
-    found, expected = elementwise._block(dtype)(*blocks), elementwise._with_numpy(*blocks, dtype)
-    assert found[:2] + found[3:] == expected[:2] + expected[3:]
-    np.testing.assert_allclose(found.squares, expected.squares, rtol=1e-13)
+    pair = one.view(np.uint8).data, two.view(np.uint8).data
+    for known in (-1.0, 0.0, blocks._with_numpy(*pair, dtype).largest / 2, math.inf):
+        found = blocks._Found(*blocks._block(dtype)(*pair, known))
+        expected = blocks._with_numpy(*pair, dtype, known)
+        assert found[:2] + found[3:] == expected[:2] + expected[3:]
+        np.testing.assert_allclose(found.squares, expected.squares, rtol=1e-13)
 
 
 @needs_compiler
 def test_the_compiled_comparison_refuses_what_does_not_fit() -> None:
-    compare = elementwise._elementwise.compare
+    compare = blocks.compiled.compare
     for one, two, number in ((b"1234", b"12345678", 0), (b"123", b"123", 0), (b"1", b"1", 1), (b"1234", b"1234", 7)):
         with pytest.raises(ValueError, match=r"^compare: the blocks have other sizes, or the type is unknown\.$"):
-            compare(one, two, number)
+            compare(one, two, number, 0.0)
 
 
 def test_without_the_compiled_module_numpy_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +203,7 @@ def test_without_the_compiled_module_numpy_compares(tmp_path: Path, monkeypatch:
     with_it = one_pair(tmp_path, one, two).different[0]
     shutil.rmtree(tmp_path / "a")
     shutil.rmtree(tmp_path / "b")
-    monkeypatch.setattr(elementwise, "_elementwise", None)
+    monkeypatch.setattr(blocks, "compiled", None)
     without = one_pair(tmp_path, one, two).different[0]
     np.testing.assert_allclose(with_it.l2, without.l2, rtol=1e-12)
     assert [getattr(with_it, name) for name in ("different", "nonfinite", "max_abs", "ulps", "at")] == [
@@ -216,8 +218,8 @@ def test_equal_digests_are_not_read_and_the_same_pair_is_read_once(
     a = recorded(tmp_path / "a", {KEYS[0]: same, KEYS[1]: one, KEYS[2]: one, KEYS[3]: one})
     b = recorded(tmp_path / "b", {KEYS[0]: same, KEYS[1]: two, KEYS[2]: two})
     read: list[str] = []
-    real = Whole.reader
-    monkeypatch.setattr(Whole, "reader", lambda tensor: (read.append(tensor.digest), real(tensor))[1])
+    real = Placed.reader
+    monkeypatch.setattr(Placed, "reader", lambda tensor: (read.append(tensor.digest), real(tensor))[1])
     found = compare_elements(a, b)
     assert found is not None
     assert (found.tensors, found.identical) == (6, 2)

@@ -6,8 +6,12 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+/* How Python calls this module; `probe/measure/blocks.py` uses no build that is called in another way. */
+#define INTERFACE 2
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 #define LANES 8
@@ -122,24 +126,69 @@ static void (*compare_best)(const void *, const void *, int64_t, int, struct fou
 DEFINE_FOR(avx2, __attribute__((target("avx2"))))
 #endif
 
+static uint32_t bits_at(const void *data, int64_t i, int type)
+{
+    return type == BFLOAT16 ? (uint32_t)((const uint16_t *)data)[i] << 16 : ((const uint32_t *)data)[i];
+}
+
+/* The difference of two elements, 0 where one of them is not finite. */
+static double delta_at(const void *a, const void *b, int64_t i, int type)
+{
+    uint32_t bits[2] = {bits_at(a, i, type), bits_at(b, i, type)};
+    float x, y;
+    memcpy(&x, &bits[0], sizeof x);
+    memcpy(&y, &bits[1], sizeof y);
+    if ((bits[0] & 0x7f800000) == 0x7f800000 || (bits[1] & 0x7f800000) == 0x7f800000)
+        return 0;
+    return fabs((double)x - (double)y);
+}
+
+static int unequal_at(const void *a, const void *b, int64_t i, int type)
+{
+    uint32_t bits[2] = {bits_at(a, i, type), bits_at(b, i, type)};
+    float x, y;
+    memcpy(&x, &bits[0], sizeof x);
+    memcpy(&y, &bits[1], sizeof y);
+    return x != y && !(x != x && y != y);
+}
+
+/* The first element that differs by the largest difference; where that is 0, the first that is not equal. */
+static int64_t place(const void *a, const void *b, int64_t n, int type, double largest)
+{
+    int64_t i = 0;
+    if (largest > 0)
+        while (i < n && delta_at(a, b, i, type) != largest)
+            i++;
+    else
+        while (i < n && !unequal_at(a, b, i, type))
+            i++;
+    return i;
+}
+
 static PyObject *elementwise(PyObject *module, PyObject *args)
 {
     Py_buffer a, b;
     int type;
-    if (!PyArg_ParseTuple(args, "y*y*i:compare", &a, &b, &type))
+    double known;
+    if (!PyArg_ParseTuple(args, "y*y*id:compare", &a, &b, &type, &known))
         return NULL;
     int item = type == BFLOAT16 ? 2 : 4;
     int fits = a.len == b.len && a.len % item == 0 && a.len / item <= 1 << 30 && (type == FLOAT32 || type == BFLOAT16);
     struct found found = {0, 0, 0, 0, 0};
-    if (fits && memcmp(a.buf, b.buf, a.len) != 0) {
+    int64_t at = -1;
+    if (fits) {
         PyThreadState *state = PyEval_SaveThread();
-        int64_t n = a.len / item, most = n / LANES * LANES;
-        compare_best(a.buf, b.buf, most, type, &found);
-        if (most < n) {
-            char rest[2][4 * LANES] = {{0}};
-            memcpy(rest[0], (const char *)a.buf + most * item, (n - most) * item);
-            memcpy(rest[1], (const char *)b.buf + most * item, (n - most) * item);
-            compare_best(rest[0], rest[1], LANES, type, &found);
+        if (memcmp(a.buf, b.buf, a.len) != 0) {
+            int64_t n = a.len / item, most = n / LANES * LANES;
+            compare_best(a.buf, b.buf, most, type, &found);
+            if (most < n) {
+                char rest[2][4 * LANES] = {{0}};
+                memcpy(rest[0], (const char *)a.buf + most * item, (n - most) * item);
+                memcpy(rest[1], (const char *)b.buf + most * item, (n - most) * item);
+                compare_best(rest[0], rest[1], LANES, type, &found);
+            }
+            if (found.different && found.largest > known)
+                at = place(a.buf, b.buf, n, type, found.largest);
         }
         PyEval_RestoreThread(state);
     }
@@ -149,12 +198,13 @@ static PyObject *elementwise(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "compare: the blocks have other sizes, or the type is unknown.");
         return NULL;
     }
-    return Py_BuildValue("LLddI", (long long)found.different, (long long)found.nonfinite, found.squares, found.largest,
-                         type == BFLOAT16 ? found.ulps >> 16 : found.ulps);
+    return Py_BuildValue("LLddIL", (long long)found.different, (long long)found.nonfinite, found.squares, found.largest,
+                         type == BFLOAT16 ? found.ulps >> 16 : found.ulps, (long long)at);
 }
 
 static PyMethodDef methods[] = {
-    {"compare", elementwise, METH_VARARGS, "compare(a, b, type) -> (different, non-finite, squares, largest, ulps)"},
+    {"compare", elementwise, METH_VARARGS, 
+     "compare(a, b, type, known) -> (different, non-finite, squares, largest, ulps, at)"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -166,5 +216,10 @@ PyMODINIT_FUNC PyInit__elementwise(void)
     if (__builtin_cpu_supports("avx2"))
         compare_best = compare_avx2;
 #endif
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
 }

@@ -62,6 +62,14 @@ class Sort:
     again: str
     """What to do about one that cannot be trusted."""
 
+    def damage(self, path: Path, what: str) -> CaptureFormatError:
+        """Make the error that says what does not have its digest."""
+        return CaptureFormatError(f"{self.name} {path} is damaged: {what}. {self.again}.")
+
+    def truncated(self, path: Path) -> CaptureFormatError:
+        """Make the error that says that a file ends too early."""
+        return CaptureFormatError(f"{self.name} {path} is truncated. {self.again}.")
+
 
 AGAIN = "Record the run again, or delete the file to go on without the step"
 SEGMENT = Sort(FORMAT_SEGMENT, "Segment", False, AGAIN)
@@ -135,7 +143,7 @@ class Segment:
 
     def damage(self, what: str) -> CaptureFormatError:
         """Make the error that says what does not have its digest."""
-        return CaptureFormatError(f"{self.sort.name} {self.path} is damaged: {what}. {self.sort.again}.")
+        return self.sort.damage(self.path, what)
 
     def require_version(self) -> None:
         """Refuse what is no such file, or has a newer major version."""
@@ -254,11 +262,15 @@ class Segment:
     def typed(self, parent: h5g.GroupID, name: bytes, kind: h5t.TypeID) -> h5d.DatasetID:
         """Open a dataset that has exactly the given type."""
         found = self.dataset(parent, name)
+        self.require_type(found, name, kind)
+        return found
+
+    def require_type(self, found: h5d.DatasetID, name: bytes, kind: h5t.TypeID) -> None:
+        """Refuse a dataset that does not have exactly the given type."""
         have = found.get_type()
         if have != kind:
             what = f"dataset {name.decode('utf-8', 'replace')!r}"
             raise self.refusal(what, f"is {_type_name(have)}, not {_type_name(kind)}")
-        return found
 
     def texts(self, parent: h5g.GroupID, name: bytes) -> tuple[Texts, tuple[int, ...]]:
         """Read a dataset of UTF-8 texts of fixed length.
