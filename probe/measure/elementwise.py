@@ -20,6 +20,7 @@ from probe.measure.blocks import compare_tensors
 from probe.measure.pairs import Spread, spread_calls
 from probe.point import Key
 from probe.store.reader import Capture, links_of
+from probe.store.rows import Tables
 from probe.store.steps import StepFile
 from probe.store.tensors import Placed, Whole
 
@@ -228,24 +229,24 @@ class _Shared(NamedTuple):
     norms: list[float]
 
 
-def _shared(one: StepFile, two: StepFile, numbers: Sequence[int] | None = None) -> _Shared:
-    tables, others = one.tables(), links_of(two, two.tables())
-    norms = {link: float(l2) for link, l2 in zip(tables["tensor"], tables["l2"], strict=True) if link}
-    links = [(key, link) for key, link in links_of(one, tables).items() if key in others]
+def _shared(
+    one: StepFile, two: StepFile, tables: tuple[Tables, Tables], numbers: Sequence[int] | None = None
+) -> _Shared:
+    others = links_of(two, tables[1])
+    norms = {link: float(l2) for link, l2 in zip(tables[0]["tensor"], tables[0]["l2"], strict=True) if link}
+    links = [(key, link) for key, link in links_of(one, tables[0]).items() if key in others]
     chosen = links if numbers is None else [links[number] for number in numbers]
-    return _Shared(
-        keys=[key for key, _ in chosen],
-        pairs=[(one.tensor(link), two.tensor(others[key])) for key, link in chosen],
-        norms=[norms[link] for _, link in chosen],
-    )
+    pairs = zip(one.tensors([link for _, link in chosen]), two.tensors([others[key] for key, _ in chosen]), strict=True)
+    return _Shared(keys=[key for key, _ in chosen], pairs=list(pairs), norms=[norms[link] for _, link in chosen])
 
 
 def _survey(baseline: Capture, candidate: Capture, rank: int, step: int) -> _Survey:
     """Compare the digests of a step."""
-    if not (baseline.keeps_tensors(rank, step) and candidate.keeps_tensors(rank, step)):
+    tables = baseline.tables(rank, step), candidate.tables(rank, step)
+    if not all(any(each["tensor"]) for each in tables):
         return _Survey(_NOTHING, [])
     with baseline.open_step(rank, step) as one, candidate.open_step(rank, step) as two:
-        shared = _shared(one, two)
+        shared = _shared(one, two, tables)
         return _compared_digests(shared, range(len(shared.keys)))
 
 
@@ -280,8 +281,9 @@ def _compare_task(baseline: Capture, candidate: Capture, task: _Task) -> tuple[E
     """Read tensors side by side; also return the place of each different one in the order of execution."""
     if task.pairs:
         return _compare_pairs(task, task.pairs, _NOTHING)
+    tables = baseline.tables(task.rank, task.step), candidate.tables(task.rank, task.step)
     with baseline.open_step(task.rank, task.step) as one, candidate.open_step(task.rank, task.step) as two:
-        shared = _shared(one, two, task.numbers)
+        shared = _shared(one, two, tables, task.numbers)
         survey = _compared_digests(shared, range(len(shared.keys)) if task.numbers is None else task.numbers)
         return _compare_pairs(task, survey.pairs, survey.compared if task.numbers is None else _NOTHING)
 

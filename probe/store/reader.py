@@ -146,15 +146,15 @@ class Capture:
             except (ValueError, KeyError, IndexError) as error:
                 raise opened.file.refusal("its tables", f"contradict each other: {error}") from error
 
-    def keeps_tensors(self, rank: int, step: int) -> bool:
-        """Tell whether any tensor of a step is kept whole."""
+    def tables(self, rank: int, step: int) -> Tables:
+        """Read the tables of a step, without HDF5 where their places are known."""
         tables = self._twins.tables(self.file(rank, step), self._identity(rank, step))
         if tables is None:
             with self.open_step(rank, step) as opened:
                 tables = opened.tables()
                 if opened.packed is None:
                     self._twins.learn(opened.file)
-        return any(tables["tensor"])
+        return tables
 
     def tensor_keys(self, rank: int, step: int) -> tuple[Key, ...]:
         """List the quantities of a step whose tensors are kept whole, in order of first execution."""
