@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -17,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_rows import forward_keys, make_rows, random_tensor
 
-from probe import cli
+from probe import cli, measure
 from probe.errors import CaptureFormatError
 from probe.measure import blocks, elementwise
 from probe.measure.elementwise import ElementDifference, ElementsCompared, compare_elements
@@ -198,6 +201,39 @@ def test_the_compiled_comparison_refuses_what_does_not_fit() -> None:
             compare(one, two, number, 0.0)
 
 
+def test_a_build_that_is_called_in_another_way_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interface, used in ((blocks.INTERFACE, True), (blocks.INTERFACE - 1, False), (None, False)):
+        build = SimpleNamespace() if interface is None else SimpleNamespace(INTERFACE=interface)
+        monkeypatch.setitem(sys.modules, "probe.measure._elementwise", build)
+        monkeypatch.setattr(measure, "_elementwise", build, raising=False)
+        assert blocks._compiled() is (build if used else None)
+
+
+def test_the_build_at_hand_is_of_this_source() -> None:
+    build = pytest.importorskip("probe.measure._elementwise")
+    assert blocks.compiled is build
+
+
+@pytest.mark.parametrize("built", [pytest.param(True, marks=needs_compiler), False], ids=["compiled", "numpy"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1.0, math.inf], ids=["finite", "not finite"])
+def test_of_several_largest_differences_the_first_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: bool, dtype: str, size: float
+) -> None:
+    if not built:
+        monkeypatch.setattr(blocks, "compiled", None)
+    count = 3 * blocks.BLOCK // 2 + 5
+    for number, first in enumerate((0, 3, 5000, 8191, blocks.BLOCK // 4 + 7000, count - 1)):
+        one, two = np.ones(count, "<f4"), np.ones(count, "<f4")
+        two[[first, *(at for at in (9000, count - 2) if at > first)]] += size
+        if first > 10:
+            two[10] += min(size, 0.5)  # less, and before it
+        bits = [each if dtype == "float32" else (each.view("<u4") >> 16).astype("<u2") for each in (one, two)]
+        found = one_pair(tmp_path / str(number), *(FullTensor(bits=each, dtype=dtype) for each in bits)).different[0]
+        expected = 10 if first > 10 and math.isinf(size) else first
+        assert (found.at, found.max_abs) == ((expected,), 0.5 if expected == 10 else 0.0 if math.isinf(size) else 1.0)
+
+
 def test_without_the_compiled_module_numpy_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (random_tensor("bfloat16", (300, 1001), seed) for seed in (1, 2))
     with_it = one_pair(tmp_path, one, two).different[0]
@@ -269,8 +305,58 @@ def test_other_processes_and_packed_files_give_the_same(
                 compare_elements(a, b, Spread(start=lambda: nullcontext(executor), pieces=pieces), told.append) == alone
             )
     assert (told[0] < told[-1], told[-1]) == (True, 1.0)
+    told.clear()
+    assert compare_elements(a, b, progress=told.append, threads=3) == alone
+    assert (told[0] < told[-1], told[-1]) == (True, 1.0)
     list(pack(b, compress=True, remove=True))
-    assert compare_elements(a, open_capture(tmp_path / "b")) == alone
+    for threads in (1, 3):
+        assert compare_elements(a, open_capture(tmp_path / "b"), threads=threads) == alone
+
+
+def test_threads_read_without_hdf5_and_elsewhere_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "WORTH_NBYTES", 1)
+    one, two = (random_tensor("float32", (5000,), seed) for seed in range(2))
+    a, b = recorded(tmp_path / "a", {KEYS[0]: one}), recorded(tmp_path / "b", {KEYS[0]: two})
+    spread = Spread(start=lambda: pytest.fail("asked"), pieces=4)
+    opened: list[int] = []
+    real = Capture.open_step
+    monkeypatch.setattr(Capture, "open_step", lambda *at: (opened.append(at[2]), real(*at))[1])
+    found = compare_elements(a, b, spread, threads=2)
+    assert found is not None
+    # Each step of both runs is opened for its digests; that of the first for its layout, too.
+    assert (len(found.different), len(opened)) == (2, 5)
+
+
+def test_others_find_the_files_wherever_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "WORTH_NBYTES", 1)
+    one, two = (random_tensor("float32", (5000,), seed) for seed in range(2))
+    recorded(tmp_path / "a", {KEYS[0]: one})
+    recorded(tmp_path / "b", {KEYS[0]: two})
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(1) as executor:
+        spread = Spread(start=lambda: (os.chdir("/"), nullcontext(executor))[1], pieces=2)
+        found = compare_elements(open_capture("a"), open_capture("b"), spread)
+    assert found is not None
+    assert len(found.different) == 2
+
+
+def test_a_file_that_was_cut_since_its_digests_were_compared_is_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (random_tensor("float32", (100_000,), seed) for seed in range(2))
+    a, b = recorded(tmp_path / "a", {KEYS[0]: one}), recorded(tmp_path / "b", {KEYS[0]: two})
+    file = tmp_path / "b/rank00000/step00000001.h5"
+    real = Placed.reader
+
+    def cut(tensor: Placed) -> Any:
+        if tensor.path == file:
+            os.truncate(file, tensor.offset + 1000)
+        return real(tensor)
+
+    monkeypatch.setattr(Placed, "reader", cut)
+    message = f"Segment {file} is truncated. Record the run again, or delete the file to go on without the step."
+    with pytest.raises(CaptureFormatError, match=f"^{re.escape(message)}$"):
+        compare_elements(a, b)
 
 
 @pytest.mark.parametrize(
