@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 
 from probe import cli_protocols
-from probe.cli_captures import checks_of, compare_captures, pack, prune
+from probe.cli_captures import checks_of, compare_captures, import_numpy, pack, prune
 from probe.cli_output import Reports, github_summary, refuse_overwriting, show_comparison
 from probe.errors import IncomparableError, NotEquivalentError, ProbeError
 
@@ -207,6 +207,7 @@ def calibrate(captures: tuple[Path, ...], output: Path, plan: Path | None, k: fl
     probe calibrate captures/base-0 captures/base-1 captures/base-2 -o tolerances/job.toml
     """
     refuse_overwriting([output], force=force)
+    import_numpy()
     from probe.judge.calibrate import calibrate as calibrated
     from probe.judge.tolerance import save
     from probe.report.calibration import calibration_table
@@ -282,6 +283,7 @@ def diff(
     probe diff captures/base-* --candidate captures/opt-* -t tolerances/job.toml --markdown table.md
     probe diff captures/base-0 -t tolerances/job.toml --inject scale:1.001
     """
+    import_numpy()
     if inject is not None:
         return _inject(captures, candidates, tolerances, plan, inject, as_json=as_json)
     baselines, candidates = arms(captures, candidates)
@@ -373,6 +375,7 @@ def show(capture: Path, name: str, step: int | None, rank: int | None, as_json: 
     probe show captures/base-0
     probe show captures/base-0 'grad/*lora_B*' --step 1 --rank 0
     """
+    import_numpy()
     from probe.report.show import show_capture
     from probe.store.reader import open_capture
 

@@ -5,6 +5,7 @@ This module must not know how anything is judged or drawn.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from probe.store.reader import Capture
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _SECONDS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -140,6 +142,21 @@ def _in_words(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"
     return _count(nbytes, "byte")
+
+
+def import_numpy() -> None:
+    """Import numpy before anything else does, with one thread for linear algebra, of which comparing does none.
+
+    OpenBLAS starts a thread for each core, and they wait for work by spinning: on two cores 0.1 CPU seconds, of the 0.3
+    that a small comparison takes. Whoever sets the number is obeyed, and commands started later do not see ours.
+    """
+    if _BLAS_THREADS in os.environ:
+        return
+    os.environ[_BLAS_THREADS] = "1"
+    try:
+        import numpy  # noqa: F401
+    finally:
+        del os.environ[_BLAS_THREADS]
 
 
 def checks_of(plan: Path | None) -> tuple[Check, ...]:
