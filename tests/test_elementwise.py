@@ -325,6 +325,8 @@ def test_threads_read_without_hdf5_and_elsewhere_is_not_asked(tmp_path: Path, mo
     assert found is not None
     # Each step of both runs is opened for its digests; that of the first for its layout, too.
     assert (len(found.different), len(opened)) == (2, 5)
+    with pytest.raises(pytest.fail.Exception, match="asked"):
+        compare_elements(a, b, spread, threads=elementwise.MOST_THREADS + 1)
 
 
 def test_others_find_the_files_wherever_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ ALONE_S = 0.5
 """How long digests are compared before others are asked to help."""
 WORTH_NBYTES = 256 << 20
 """Bytes to read from which on others pay."""
+MOST_THREADS = 8
+"""More would wait for each other: one at a time has the interpreter, for some 6 of the 85 microseconds of a block."""
 PIECES = 4
 """Tasks for each piece of a spread at least, as far as there are tensors: they differ in size."""
 
@@ -126,8 +128,8 @@ def compare_elements(
     Args:
         spread: Where to read; None: in this process.
         progress: Is told which part of the work is done, from 0 to 1.
-        threads: If more than one, as many read here instead of `spread` where no file needs HDF5, which has one lock:
-            reading and comparing hold no other, and threads need not be started for half a second.
+        threads: If more than one and at most `MOST_THREADS`, as many read here instead of `spread` where no file needs
+            HDF5, which has one lock: they start at once, and need no memory of their own.
 
     Raises:
         CaptureFormatError: A tensor does not have its digest, or a file is damaged.
@@ -153,7 +155,7 @@ def compare_elements(
         found.append((survey.compared, []))
         nbytes += sum(2 * pair.a.nbytes for pair in survey.pairs)
         tasks += [_task(rank, step, pair) for pair in survey.pairs]
-    if threads > 1 and all(task.pairs for task in tasks):
+    if 1 < threads <= MOST_THREADS and all(task.pairs for task in tasks):
         spread = Spread(start=lambda: _threads(threads), pieces=2 * threads)
     elif spread is not None:
         tasks = [task._replace(pairs=tuple(map(_absolute, task.pairs))) for task in tasks]
