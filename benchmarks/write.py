@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from made_captures import keys_of, machine, rows_with
 
+from probe.store.disk import aligned
 from probe.store.layout import FullTensor
 from probe.store.writer import RankWriter
 
@@ -42,6 +43,13 @@ def plain(folder: Path, arrays: list[np.ndarray]) -> None:
     os.close(inside)
 
 
+def copy_of(array: np.ndarray) -> np.ndarray:
+    """Copy an array into memory like that which the recorder copies into."""
+    copy = aligned(array.nbytes)[: array.nbytes].view(array.dtype)
+    copy[:] = array
+    return copy
+
+
 def timed(call: Callable[[], object]) -> tuple[float, float]:
     """Return wall and CPU seconds of a call."""
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
@@ -60,7 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     elements = int(options.megabytes * 1e6 / 2 / options.tensors)
     random = np.random.default_rng(0)
-    arrays = [random.integers(0, 2**16, elements, dtype=np.uint16) for _ in range(options.tensors)]
+    arrays = [copy_of(random.integers(0, 2**16, elements, dtype=np.uint16)) for _ in range(options.tensors)]
     kept = keys_of(options.tensors + 5)[-options.tensors :]
     tensors = {key: FullTensor(bits=bits, dtype="bfloat16") for key, bits in zip(kept, arrays, strict=True)}
     took: dict[str, list[tuple[float, float]]] = {"plain": [], "probe": []}

@@ -352,14 +352,13 @@ def owner(checks: Sequence[Check], key: Key, step: int | None = None) -> int:
 
     A number that was made by `probe.measure.reduced` belongs to the first check that makes it.
     """
-    suffix = ""
-    if key.item.endswith(")"):
-        suffix = next((each for check in checks for each in check.suffixes if key.item.endswith(each)), "")
+    # Most quantities have no item, and so no suffix.
+    suffix = key.item and next((each for check in checks for each in check.suffixes if key.item.endswith(each)), "")
     if suffix:
         return _owner_of_made(checks, replace(key, item=key.item[: -len(suffix)]), suffix, step)
     shared = False
     for number, check in enumerate(checks):
-        if check.as_recorded and (not shared or check.metric) and check.selects(key, step):
+        if (not shared or check.metric) and check.selects(key, step) and check.as_recorded:
             return number
         shared = shared or (check.shares and check.reads(key) and check.selects(key, step))
     return NO_CHECK

@@ -5,6 +5,7 @@ This module must not know how anything is judged or drawn.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from probe.store.reader import Capture
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _SECONDS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -142,6 +144,32 @@ def _in_words(nbytes: int) -> str:
     return _count(nbytes, "byte")
 
 
+def import_numpy() -> None:
+    """Import numpy before anything else does, with one thread for linear algebra, of which comparing does none.
+
+    OpenBLAS starts a thread for each core, and they wait for work by spinning: on two cores 0.1 CPU seconds, of the 0.3
+    that a small comparison takes. Whoever sets the number is obeyed, and commands started later do not see ours.
+    """
+    if _BLAS_THREADS in os.environ:
+        return
+    os.environ[_BLAS_THREADS] = "1"
+    try:
+        import numpy  # noqa: F401
+    finally:
+        del os.environ[_BLAS_THREADS]
+
+
+def checks_of(plan: Path | None) -> tuple[Check, ...]:
+    """Return the checks of a plan, or the default ones."""
+    if plan is None:
+        from probe.check import default_checks
+
+        return default_checks()
+    from probe.plan import load_plan
+
+    return load_plan(plan).checks
+
+
 def compare_captures(
     baselines: Sequence[Capture],
     candidates: Sequence[Capture],
@@ -153,8 +181,7 @@ def compare_captures(
 ) -> tuple[Comparison, tuple[Judgement, ...]]:
     """Compare captures, with as many processes as pay, or on a Dask cluster; show how far it is on a terminal."""
     from probe.judge.compare import compare_cells
-    from probe.measure.elementwise import compare_elements
-    from probe.measure.workers import WORTH_NBYTES, WORTH_SEGMENTS, dask_cluster, local_processes
+    from probe.measure.workers import PIECES, WORTH_NBYTES, WORTH_SEGMENTS, dask_cluster, local_processes
 
     nbytes = sum(capture.nbytes for capture in (*baselines, *candidates))
     with (
@@ -172,10 +199,14 @@ def compare_captures(
             progress=progress,
         )
         elements = []
-        for candidate in candidates:
-            found = compare_elements(baselines[0], candidate, spread)
-            if found is not None and found.tensors:
-                elements.append((str(candidate.path), found))
+        if baselines[0].may_keep_tensors:
+            from probe.measure.elementwise import compare_elements
+
+            threads = 1 if scheduler or spread is None else spread.pieces // PIECES
+            for candidate in candidates:
+                found = compare_elements(baselines[0], candidate, spread, threads=threads)
+                if found is not None and found.tensors:
+                    elements.append((str(candidate.path), found))
     return replace(comparison, elements=tuple(elements)), judgements
 
 

@@ -39,6 +39,9 @@ class Kind(str, Enum):
     STATE = "state"
     """A fact about the job: train mode, number of trainable parameters and of gradients, RNG fingerprints."""
 
+    # Keys are hashed at every tap; an Enum's own hash is a Python function.
+    __hash__ = str.__hash__
+
     def __str__(self) -> str:
         return self.value
 

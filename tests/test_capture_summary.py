@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from probe.capture import summary
+from probe.capture import device, summary
 from probe.store.layout import SAMPLES, SKETCH_K
 
 
@@ -58,7 +58,7 @@ def test_a_row_holds_the_sums_the_sketch_and_the_samples_of_its_definition(
 def test_the_device_path_gives_the_numbers_of_the_host_path() -> None:
     tensor = torch.randn(70, 300, generator=torch.Generator().manual_seed(2))
     numbers, sketch, sample = host(tensor)
-    row = summary.device_row(tensor, "x", summary.Scratch()).numpy()
+    row = device.device_row(tensor, "x", summary.Scratch()).numpy()
     np.testing.assert_allclose(row[:6], numbers, rtol=2e-6, atol=1e-4)
     # 83 rows are added up in fp32 there, in another order.
     np.testing.assert_allclose(row[6 : 6 + SKETCH_K], sketch, rtol=0, atol=1e-6 * float(np.abs(sketch).max()))
@@ -103,7 +103,7 @@ def test_numbers_that_are_not_finite_are_counted(bad: float) -> None:
     tensor = torch.ones(3, 400)
     tensor[1, 7], tensor[2, 9] = bad, bad
     assert host(tensor)[0][4:] == (2, 1200)
-    assert summary.device_row(tensor, "x", summary.Scratch())[4:6].tolist() == [2, 1200]
+    assert device.device_row(tensor, "x", summary.Scratch())[4:6].tolist() == [2, 1200]
 
 
 @pytest.mark.parametrize("place", [0, 5, 251 * 700, -1])
@@ -124,61 +124,105 @@ def test_the_lazily_negated_and_conjugated_are_reduced_as_what_they_stand_for() 
             np.testing.assert_array_equal(one, two)
 
 
-def test_the_compiled_reduction_refuses_buffers_that_do_not_fit() -> None:
+class Matrices:
+    """Rows of which one is written."""
+
+    def __init__(self, count: int) -> None:
+        self.sums, self.counts = np.full((count, 4), 9.0), np.full((count, 2), 9, np.int64)
+        self.sketch = np.full((count, SKETCH_K), 9.0, np.float32)
+        self.sample = np.full((count, SAMPLES), 9.0, np.float32)
+
+
+def needs_compiled() -> None:
     if summary.compiled is None:
         pytest.skip("the compiled reduction was not built: no C compiler when the package was installed")
-    tensor, index = torch.ones(10), np.arange(10)
-    sketch, sample = np.zeros(SKETCH_K, np.float32), np.zeros(SAMPLES, np.float32)
-    fits = (tensor.data_ptr(), 10, 0, sketch, index, sample, 0)
-    assert summary.compiled.reduce(*fits)[0] == 10
-    for at, wrong in ((2, 3), (3, sketch[1:].copy()), (4, index + 1), (5, sample[:9].copy())):
-        with pytest.raises(ValueError, match="a buffer has another size, or an index is outside the tensor"):
-            summary.compiled.reduce(*fits[:at], wrong, *fits[at + 1 :])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64])
+def test_the_compiled_reduction_refuses_buffers_that_do_not_fit() -> None:
+    needs_compiled()
+    tensor, index, m = torch.ones(10), np.arange(10), Matrices(2)
+    fits = (tensor.data_ptr(), 10, 0, 0, 1, index, m.sums, m.counts, m.sketch, m.sample)
+    summary.compiled.reduce(*fits)
+    assert m.sums[1].tolist() == pytest.approx([10, math.sqrt(10), 10, 1])
+    wrong = {
+        0: [0],
+        2: [3, -1],
+        4: [2, -1],
+        5: [index + 1, index - 1, np.zeros(65, np.int64)],
+        6: [m.sums[1:].copy()],
+        7: [m.counts[1:].copy()],
+        8: [m.sketch[1:].copy(), m.sketch[:, 1:].copy()],
+        9: [m.sample[:, :9].copy()],
+    }
+    for at, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match="a buffer has another size, an index is outside the tensor, or"):
+                summary.compiled.reduce(*fits[:at], value, *fits[at + 1 :])
+    same = (tensor.data_ptr(), 10, 0, index, m.sample[1])
+    assert summary.compiled.samples_are(*same)
+    for at, value in {0: 0, 2: 3, 3: index + 1, 4: m.sample[1, :9].copy()}.items():
+        with pytest.raises(ValueError, match="a buffer has another size, an index is outside the tensor, or"):
+            summary.compiled.samples_are(*same[:at], value, *same[at + 1 :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [1, 7, 4016, 30_001])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_a_copy_taken_on_the_way_has_every_element_and_nothing_beyond(
+def test_a_plain_tensor_has_the_row_of_any_other_and_its_copy_every_element_and_nothing_beyond(
     dtype: torch.dtype, size: int, shift: int
 ) -> None:
-    tensor = torch.randn(2 * size, generator=torch.Generator().manual_seed(6)).to(dtype)[::2]
+    needs_compiled()
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(6)).to(dtype)
     room = torch.full((size + 4,), 9.0, dtype=dtype)
-    sketch, sample = np.zeros(SKETCH_K, np.float32), np.zeros(SAMPLES, np.float32)
-    found = summary.host_row(tensor, "x", summary.Scratch(), sketch, sample, room[shift : shift + size])
+    rows = Matrices(3)
+    assert summary.is_plain(tensor)
+    summary.reduce_plain(tensor, "x", rows, 1, room[shift:].data_ptr())
+    numbers, sketch, sample = host(tensor)
+    assert (*rows.sums[1], *rows.counts[1]) == numbers
+    np.testing.assert_array_equal(rows.sketch[1], sketch)
+    np.testing.assert_array_equal(rows.sample[1, : min(size, SAMPLES)], sample[: min(size, SAMPLES)])
+    for matrix in (rows.sums, rows.counts, rows.sketch, rows.sample):
+        assert (matrix[[0, 2]] == 9).all()
+    assert (rows.sample[1, size:] == 9).all()
     assert torch.equal(room[shift : shift + size], tensor)
     assert torch.equal(room[:shift], torch.full((shift,), 9.0, dtype=dtype))
     assert torch.equal(room[shift + size :], torch.full((4 - shift,), 9.0, dtype=dtype))
-    assert (found, sketch.tobytes()) == (host(tensor)[0], host(tensor)[1].tobytes())
+    assert summary.fingerprint_plain(tensor) == summary.fingerprint(tensor)
 
 
-def test_an_empty_tensor_gives_zeros() -> None:
-    numbers, sketch, _ = host(torch.empty(0, 4))
-    assert numbers == (0.0, 0.0, 0.0, 0.0, 0, 0)
-    assert not sketch.any()
+def test_what_is_no_plain_tensor_is_told_from_one() -> None:
+    needs_compiled()
+
+    class Wrapper(torch.Tensor):
+        pass
+
+    ones = torch.ones(4, 4)
+    lazy = torch.view_as_complex(torch.ones(4, 2)).conj().imag
+    special = {
+        "strided": ones.t()[:, 1:],
+        "half": ones.half(),
+        "meta": ones.to("meta"),
+        "sparse": ones.to_sparse(),
+        "wrapped": ones.as_subclass(Wrapper),
+        "negated": lazy,
+        "complex": torch.view_as_complex(torch.ones(4, 2)),
+        "empty": ones[:0],
+    }
+    assert summary.is_plain(ones)
+    assert summary.is_plain(torch.nn.Parameter(ones))
+    assert [name for name, tensor in special.items() if summary.is_plain(tensor)] == []
 
 
-def test_a_fingerprint_tells_one_flipped_bit_and_sees_bf16() -> None:
-    tensor = torch.randn(5, 5, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
-    other = tensor.clone()
-    other.view(torch.int16)[2, 2] ^= 1
-    assert summary.fingerprint(tensor) == summary.fingerprint(tensor.clone())
-    assert summary.fingerprint(tensor) != summary.fingerprint(other)
-    assert summary.fingerprint(torch.empty(0)) == summary.fingerprint(torch.empty(0))
-
-
-def test_quiet_leaves_autograd_autocast_and_the_generators_as_they_were() -> None:
-    before = torch.get_rng_state()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        x = torch.randn(40, 300, requires_grad=True)
-        state = torch.get_rng_state()
-        with summary.quiet():
-            assert not torch.is_grad_enabled()
-            assert not torch.is_autocast_enabled("cpu")
-            numbers, sketch, _ = host(x)
-        assert torch.is_grad_enabled()
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(before, state)
-    np.testing.assert_allclose(sketch, definition(x.detach()), atol=1e-4)
-    assert numbers[1] == pytest.approx(float(x.detach().norm()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_samples_tell_a_change_of_any_of_them(dtype: torch.dtype) -> None:
+    needs_compiled()
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(6)).to(dtype)
+    index, sample = summary.sample_index("x", 1000), host(tensor)[2]
+    assert summary.samples_are(tensor, "x", sample)
+    for place in index[[0, 31, 63]].tolist():
+        changed = tensor.clone()
+        changed[place] += 0.1
+        assert not summary.samples_are(changed, "x", sample)
+    tensor[index[5]] = math.nan
+    assert not summary.samples_are(tensor, "x", sample)
+    assert summary.samples_are(tensor, "x", host(tensor)[2])

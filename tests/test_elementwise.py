@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -17,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_rows import forward_keys, make_rows, random_tensor
 
-from probe import cli
+from probe import cli, measure
 from probe.errors import CaptureFormatError
-from probe.measure import elementwise
+from probe.measure import blocks, elementwise
 from probe.measure.elementwise import ElementDifference, ElementsCompared, compare_elements
 from probe.measure.pairs import Spread
 from probe.point import Key
@@ -28,7 +31,7 @@ from probe.store.dtypes import BITS, widen
 from probe.store.layout import FullTensor, StepRows
 from probe.store.pack import pack
 from probe.store.reader import Capture, open_capture
-from probe.store.tensors import Whole
+from probe.store.tensors import Placed
 from probe.store.writer import RankWriter, create_capture, write_manifest
 
 KEYS = forward_keys(4)
@@ -145,8 +148,8 @@ def test_every_type_is_compared_by_its_values(tmp_path: Path, dtype: str) -> Non
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("float64", 8)])
 def test_units_in_the_last_place_are_counted_across_zero_and_over_the_whole_range(dtype: str, item: int) -> None:
     def apart(one: int, two: int) -> int:
-        blocks = [np.array([bits], dtype=f"<u{item}").view(np.uint8) for bits in (one, two)]
-        return elementwise._block(dtype)(*blocks).ulps
+        pair = [np.array([bits], dtype=f"<u{item}").view(np.uint8).data for bits in (one, two)]
+        return blocks._Found(*blocks._block(dtype)(*pair, -1.0)).ulps
 
     sign = 1 << (8 * item - 1)
     largest = {"float32": 0x7F7FFFFF, "bfloat16": 0x7F7F, "float16": 0x7BFF, "float64": 0x7FEFFFFFFFFFFFFF}[dtype]
@@ -157,7 +160,7 @@ def test_units_in_the_last_place_are_counted_across_zero_and_over_the_whole_rang
 
 
 needs_compiler = pytest.mark.skipif(
-    elementwise._elementwise is None,
+    blocks.compiled is None,
     reason="the compiled comparison was not built: no C compiler when the package was installed",
 )
 
@@ -182,18 +185,53 @@ def test_the_compiled_comparison_finds_what_numpy_does(
         odd = np.array([each << (16 if dtype == "float32" else 0) for each in odd], dtype=kind)
         one, two = odd[random.integers(0, len(odd), count)], odd[random.integers(0, len(odd), count)]
     two = np.where(random.random(count) < same, one, two)
-    blocks = one.view(np.uint8), two.view(np.uint8)
-    found, expected = elementwise._block(dtype)(*blocks), elementwise._with_numpy(*blocks, dtype)
-    assert found[:2] + found[3:] == expected[:2] + expected[3:]
-    np.testing.assert_allclose(found.squares, expected.squares, rtol=1e-13)
+    pair = one.view(np.uint8).data, two.view(np.uint8).data
+    for known in (-1.0, 0.0, blocks._with_numpy(*pair, dtype).largest / 2, math.inf):
+        found = blocks._Found(*blocks._block(dtype)(*pair, known))
+        expected = blocks._with_numpy(*pair, dtype, known)
+        assert found[:2] + found[3:] == expected[:2] + expected[3:]
+        np.testing.assert_allclose(found.squares, expected.squares, rtol=1e-13)
 
 
 @needs_compiler
 def test_the_compiled_comparison_refuses_what_does_not_fit() -> None:
-    compare = elementwise._elementwise.compare
+    compare = blocks.compiled.compare
     for one, two, number in ((b"1234", b"12345678", 0), (b"123", b"123", 0), (b"1", b"1", 1), (b"1234", b"1234", 7)):
         with pytest.raises(ValueError, match=r"^compare: the blocks have other sizes, or the type is unknown\.$"):
-            compare(one, two, number)
+            compare(one, two, number, 0.0)
+
+
+def test_a_build_that_is_called_in_another_way_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interface, used in ((blocks.INTERFACE, True), (blocks.INTERFACE - 1, False), (None, False)):
+        build = SimpleNamespace() if interface is None else SimpleNamespace(INTERFACE=interface)
+        monkeypatch.setitem(sys.modules, "probe.measure._elementwise", build)
+        monkeypatch.setattr(measure, "_elementwise", build, raising=False)
+        assert blocks._compiled() is (build if used else None)
+
+
+def test_the_build_at_hand_is_of_this_source() -> None:
+    build = pytest.importorskip("probe.measure._elementwise")
+    assert blocks.compiled is build
+
+
+@pytest.mark.parametrize("built", [pytest.param(True, marks=needs_compiler), False], ids=["compiled", "numpy"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1.0, math.inf], ids=["finite", "not finite"])
+def test_of_several_largest_differences_the_first_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: bool, dtype: str, size: float
+) -> None:
+    if not built:
+        monkeypatch.setattr(blocks, "compiled", None)
+    count = 3 * blocks.BLOCK // 2 + 5
+    for number, first in enumerate((0, 3, 5000, 8191, blocks.BLOCK // 4 + 7000, count - 1)):
+        one, two = np.ones(count, "<f4"), np.ones(count, "<f4")
+        two[[first, *(at for at in (9000, count - 2) if at > first)]] += size
+        if first > 10:
+            two[10] += min(size, 0.5)  # less, and before it
+        bits = [each if dtype == "float32" else (each.view("<u4") >> 16).astype("<u2") for each in (one, two)]
+        found = one_pair(tmp_path / str(number), *(FullTensor(bits=each, dtype=dtype) for each in bits)).different[0]
+        expected = 10 if first > 10 and math.isinf(size) else first
+        assert (found.at, found.max_abs) == ((expected,), 0.5 if expected == 10 else 0.0 if math.isinf(size) else 1.0)
 
 
 def test_without_the_compiled_module_numpy_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +239,7 @@ def test_without_the_compiled_module_numpy_compares(tmp_path: Path, monkeypatch:
     with_it = one_pair(tmp_path, one, two).different[0]
     shutil.rmtree(tmp_path / "a")
     shutil.rmtree(tmp_path / "b")
-    monkeypatch.setattr(elementwise, "_elementwise", None)
+    monkeypatch.setattr(blocks, "compiled", None)
     without = one_pair(tmp_path, one, two).different[0]
     np.testing.assert_allclose(with_it.l2, without.l2, rtol=1e-12)
     assert [getattr(with_it, name) for name in ("different", "nonfinite", "max_abs", "ulps", "at")] == [
@@ -216,8 +254,8 @@ def test_equal_digests_are_not_read_and_the_same_pair_is_read_once(
     a = recorded(tmp_path / "a", {KEYS[0]: same, KEYS[1]: one, KEYS[2]: one, KEYS[3]: one})
     b = recorded(tmp_path / "b", {KEYS[0]: same, KEYS[1]: two, KEYS[2]: two})
     read: list[str] = []
-    real = Whole.reader
-    monkeypatch.setattr(Whole, "reader", lambda tensor: (read.append(tensor.digest), real(tensor))[1])
+    real = Placed.reader
+    monkeypatch.setattr(Placed, "reader", lambda tensor: (read.append(tensor.digest), real(tensor))[1])
     found = compare_elements(a, b)
     assert found is not None
     assert (found.tensors, found.identical) == (6, 2)
@@ -267,8 +305,60 @@ def test_other_processes_and_packed_files_give_the_same(
                 compare_elements(a, b, Spread(start=lambda: nullcontext(executor), pieces=pieces), told.append) == alone
             )
     assert (told[0] < told[-1], told[-1]) == (True, 1.0)
+    told.clear()
+    assert compare_elements(a, b, progress=told.append, threads=3) == alone
+    assert (told[0] < told[-1], told[-1]) == (True, 1.0)
     list(pack(b, compress=True, remove=True))
-    assert compare_elements(a, open_capture(tmp_path / "b")) == alone
+    for threads in (1, 3):
+        assert compare_elements(a, open_capture(tmp_path / "b"), threads=threads) == alone
+
+
+def test_threads_read_without_hdf5_and_elsewhere_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "WORTH_NBYTES", 1)
+    one, two = (random_tensor("float32", (5000,), seed) for seed in range(2))
+    a, b = recorded(tmp_path / "a", {KEYS[0]: one}), recorded(tmp_path / "b", {KEYS[0]: two})
+    spread = Spread(start=lambda: pytest.fail("asked"), pieces=4)
+    opened: list[int] = []
+    real = Capture.open_step
+    monkeypatch.setattr(Capture, "open_step", lambda *at: (opened.append(at[2]), real(*at))[1])
+    found = compare_elements(a, b, spread, threads=2)
+    assert found is not None
+    # Each step of both runs is opened for its digests; that of the first for its layout, too.
+    assert (len(found.different), len(opened)) == (2, 5)
+    with pytest.raises(pytest.fail.Exception, match="asked"):
+        compare_elements(a, b, spread, threads=elementwise.MOST_THREADS + 1)
+
+
+def test_others_find_the_files_wherever_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "WORTH_NBYTES", 1)
+    one, two = (random_tensor("float32", (5000,), seed) for seed in range(2))
+    recorded(tmp_path / "a", {KEYS[0]: one})
+    recorded(tmp_path / "b", {KEYS[0]: two})
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(1) as executor:
+        spread = Spread(start=lambda: (os.chdir("/"), nullcontext(executor))[1], pieces=2)
+        found = compare_elements(open_capture("a"), open_capture("b"), spread)
+    assert found is not None
+    assert len(found.different) == 2
+
+
+def test_a_file_that_was_cut_since_its_digests_were_compared_is_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (random_tensor("float32", (100_000,), seed) for seed in range(2))
+    a, b = recorded(tmp_path / "a", {KEYS[0]: one}), recorded(tmp_path / "b", {KEYS[0]: two})
+    file = tmp_path / "b/rank00000/step00000001.h5"
+    real = Placed.reader
+
+    def cut(tensor: Placed) -> Any:
+        if tensor.path == file:
+            os.truncate(file, tensor.offset + 1000)
+        return real(tensor)
+
+    monkeypatch.setattr(Placed, "reader", cut)
+    message = f"Segment {file} is truncated. Record the run again, or delete the file to go on without the step."
+    with pytest.raises(CaptureFormatError, match=f"^{re.escape(message)}$"):
+        compare_elements(a, b)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -61,19 +62,43 @@ def test_the_table_goes_to_a_pipe_without_colour(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == expected("failing") + "\n"
 
 
-def test_the_table_has_colour_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    terminal = Terminal()
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys, "stdout", terminal)
+
+def printed(monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO, **environment: str) -> str:
+    """Print a comparison in an environment that says nothing else of colours."""
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "100", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", stdout)
     print_comparison(FAILING)
-    assert "\x1b[31mattention outputs" in terminal.getvalue()
-    assert "\x1b[1;31mDifferent: 3 quantities" in terminal.getvalue()
+    return stdout.getvalue()
+
+
+def test_the_table_has_colour_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = printed(monkeypatch, Terminal())
+    assert "\x1b[31mattention outputs" in out
+    assert "\x1b[1;31mDifferent: 3 quantities" in out
+    assert re.sub(r"\x1b\[[0-9;]*m", "", out) == expected("failing") + "\n"
+
+
+@pytest.mark.parametrize(("environment", "width"), [({"NO_COLOR": "1"}, 100), ({"TERM": "dumb"}, 80)], ids=str)
+def test_a_terminal_that_wants_no_colour_gets_none(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], width: int
+) -> None:
+    assert printed(monkeypatch, Terminal(), **environment) == to_text(FAILING, width=width) + "\n"
+
+
+def test_a_log_that_wants_colour_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b[1;31mDifferent: 3 quantities" in printed(monkeypatch, io.StringIO(), FORCE_COLOR="1")
+
+
+def test_a_narrow_terminal_gets_narrow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = printed(monkeypatch, Terminal(), NO_COLOR="1", COLUMNS="70")
+    assert out == to_text(FAILING, width=70) + "\n" != expected("failing") + "\n"
 
 
 def test_the_verdict_is_coloured_by_its_outcome() -> None:

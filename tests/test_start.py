@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,17 @@ def pair(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "run-0"), str(tmp_path / "run-1")]
 
 
-HEAVY = ("torch", "rich", "numpy.ma", "pandas", "distributed", "multiprocessing", "concurrent.futures.process", "isal")
+HEAVY = (
+    "torch",
+    "tomllib",
+    "rich",
+    "numpy.ma",
+    "pandas",
+    "distributed",
+    "multiprocessing",
+    "concurrent.futures.process",
+    "isal",
+)
 
 
 def test_help_imports_no_library_but_click() -> None:
@@ -58,8 +69,32 @@ def test_showing_a_capture_as_json_imports_nothing_heavy(pair: list[str]) -> Non
     assert imported("show", pair[0], "--json", names=("numpy", *HEAVY)) == {"numpy"}
 
 
-def test_text_needs_tables(pair: list[str]) -> None:
-    assert imported("diff", *pair, "--same-code", names=("rich", "torch")) == {"rich"}
+def test_comparing_a_small_capture_to_text_imports_nothing_heavy(pair: list[str]) -> None:
+    assert imported("diff", *pair, "--same-code", names=("numpy", *HEAVY)) == {"numpy"}
+
+
+THREADS = """
+import os, sys
+from probe.cli import status_of
+status_of(sys.argv[1:])
+print("threads:", len(os.listdir("/proc/self/task")), os.environ.get("OPENBLAS_NUM_THREADS"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+@pytest.mark.parametrize("wanted", [None, "3"])
+def test_linear_algebra_gets_the_threads_that_the_user_wants_and_no_other(pair: list[str], wanted: str | None) -> None:
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {} if wanted is None else {"OPENBLAS_NUM_THREADS": wanted}
+    command = [sys.executable, "-c", THREADS, "diff", *pair, "--same-code"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    count, seen = done.stdout.splitlines()[-1].split()[1:]
+    assert (count == "1", seen) == (wanted is None or os.cpu_count() == 1, str(wanted))
+
+
+def test_what_is_imported_is_seen(pair: list[str]) -> None:
+    assert imported("diff", *pair, "--same-code", names=("h5py", "click", "torch")) == {"h5py", "click"}
 
 
 @pytest.mark.parametrize("count", range(1, 20))

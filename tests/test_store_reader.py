@@ -282,17 +282,6 @@ def test_a_segment_that_this_process_holds_open_with_locks_is_told_from_a_damage
     assert not isinstance(told.value, CaptureFormatError)
 
 
-def test_a_capture_that_comes_in_pieces_of_work_knows_what_was_learned_of_it_here(tmp_path: Path) -> None:
-    capture = open_capture(make_capture(tmp_path / "c"))
-    sent = [pickle.loads(pickle.dumps(capture)) for _ in range(2)]
-    assert [each._twins for each in sent] == [capture._twins] * 2
-    elsewhere = pickle.dumps(capture)
-    del capture, sent
-    first, second = pickle.loads(elsewhere), pickle.loads(elsewhere)
-    assert first._twins is second._twins
-    assert open_capture(tmp_path / "c")._twins is not first._twins
-
-
 def test_the_names_of_a_first_step_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capture = open_capture(make_capture(tmp_path / "c", (3, 4)))
     for names in (capture.names(0), pickle.loads(pickle.dumps(capture)).names(0)):

@@ -127,7 +127,7 @@ def test_a_step_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
         capture.rows(0, 2)
 
 
-def test_no_more_layouts_are_remembered_than_a_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_layouts_are_learned_of_a_run_than_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twins, "KEPT", 1)
     make_capture(tmp_path / "c", (1,))
     other = make_capture(tmp_path / "other", (2,), keys=forward_keys(5))
@@ -135,4 +135,24 @@ def test_no_more_layouts_are_remembered_than_a_run_has(tmp_path: Path, monkeypat
     capture = open_capture(tmp_path / "c")
     for step in (1, 2, 2):
         capture.rows(0, step)
-    assert sum(map(len, capture._twins._layouts.values())) == 1
+    assert len(twins._known) == 1
+    open_capture(other).rows(0, 2)
+    assert len(twins._known) == 2
+
+
+def test_the_oldest_layout_is_forgotten_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twins, "REMEMBERED", 2)
+    paths = [make_capture(tmp_path / str(count), (1,), keys=forward_keys(count)) for count in (3, 40, 90)]
+    for path in paths:
+        open_capture(path).rows(0, 1)
+    assert [size for size, _ in twins._known] == [
+        (path / "rank00000/step00000001.h5").stat().st_size for path in paths[1:]
+    ]
+
+
+def test_another_run_of_the_same_layout_is_read_without_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = open_capture(make_capture(tmp_path / "one", (1, 2), seed=1))
+    two = open_capture(make_capture(tmp_path / "two", (1, 2), seed=2))
+    read_first(one, monkeypatch)
+    for step in (1, 2):
+        assert as_comparable(two.rows(0, step)) == as_comparable(make_rows(step=step, seed=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,12 @@ from probe.judge.tolerance import (
     parse,
     round_up,
     save,
-    tomllib,
 )
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 MEMBER = Tolerance(
     spread=(1e-07, 2e-07, 2e-07),

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from probe.capture import summary
-from probe.capture.kept import Copies
+from probe.capture.kept import Copies, Copy
 from probe.capture.launched import launched_rank, launched_world_size
+from probe.capture.reducer import Reducer
 from probe.capture.rows import Rows, step_rows
-from probe.capture.shards import Part, held, part_row
+from probe.capture.shards import Part
 from probe.errors import CaptureError
 from probe.plan import Plan
 from probe.point import STEP_CLOCK, Key, Kind
@@ -83,9 +84,10 @@ class Recorder:
         self._sink = sink
         self._order = 0
         self._calls: dict[tuple[Kind, str, str], int] = {}
+        self._plan_says: dict[tuple[Kind, str, str], tuple[bool, bool]] = {}
         self._rows = Rows(256)
-        self._scratch = summary.Scratch()
         self._copies = Copies()
+        self._reducer = Reducer(self._copies, warn=self.warn, strict=strict)
         self._imported: tuple[str, ...] = ()
         self._lock = threading.RLock()
         self._worker: ThreadPoolExecutor | None = None
@@ -97,7 +99,7 @@ class Recorder:
         """Seconds that the training thread waited for room in the writer's queue."""
         self._failure: str | None = None
         self._dropped: list[int] = []
-        self._told = self._unreduced = False
+        self._told = False
         self.rank, self.world_size = 0, 1
 
     # ------------------------------------------------------------------ clocks
@@ -173,56 +175,24 @@ class Recorder:
             exact: Keep a fingerprint of its bits too, unless it is a part.
             part: Which part of the whole it is, where the tensor does not know it itself.
         """
-        if not self.plan.records(key.kind, key.name, key.item):
+        wanted, keeps = self._wanted(key)
+        if not wanted:
             return
-        with self._lock, summary.quiet():
+        with self._lock:
             key, order = self._place(key)
-            dtype = str(value.dtype).removeprefix("torch.")
-            found = held(value)
-            part = part or found.part
-            shape, text = tuple(value.shape if part is None else part.shape), found.text if part is None else part.text
-            value = found.tensor
-            if value.layout is not torch.strided or value.is_meta or value.is_quantized or not found.reducible:
-                self._rows.add(key, order, dtype, shape, where, text or f"not reduced: {value.layout}, {value.device}")
-                return
-            row = self._rows.add(key, order, dtype, shape, where, text)
-            try:
-                self._reduce(row, key, value, exact, part)
-            except Exception as error:
-                if self._strict:
-                    raise
-                # Whatever a tensor is made of, the training goes on.
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                self._rows.text[row] = f"not reduced: {reason}"
-                if not self._unreduced:
-                    self._unreduced = True
-                    self.warn(f"Some tensors have no numbers, the first of them {key.label!r}: {reason.rstrip('.')}.")
+            self._reducer.row(self._rows, order, key, value, where, exact=exact, keeps=keeps, part=part)
 
-    def _reduce(self, row: int, key: Key, value: torch.Tensor, exact: bool, part: Part | None) -> None:
-        rows = self._rows
-        keeps, kept = self.plan.keeps(key.kind, key.name, key.item), None
-        if part is not None:
-            numbers = part_row(value, key.name, part, self._scratch)
-            if value.device.type == "cpu":
-                rows.fill(row, numbers.numpy())
-            else:
-                rows.on_device.append((row, numbers))
-        elif value.device.type == "cpu":
-            kept = self._copies.room_for(value) if keeps else None
-            sums = summary.host_row(value, key.name, self._scratch, rows.sketch[row], rows.sample[row], kept)
-            rows.sums[row], rows.counts[row] = sums[:4], sums[4:]
-            if sums[5] == 1:
-                rows.value[row] = sums[0]
-        else:
-            rows.on_device.append((row, summary.device_row(value, key.name, self._scratch)))
-        if exact and part is None:
-            rows.hash[row] = summary.fingerprint(value)
-        if keeps:
-            rows.tensors[key] = self._copies.of(value) if kept is None else kept
+    def _wanted(self, key: Key) -> tuple[bool, bool]:
+        """Tell whether the plan records a quantity, and keeps it whole."""
+        point = (key.kind, key.name, key.item)
+        wanted = self._plan_says.get(point)
+        if wanted is None:
+            wanted = self._plan_says[point] = (self.plan.records(*point), self.plan.keeps(*point))
+        return wanted
 
     def scalar(self, key: Key, value: Scalar, where: str = "", dtype: str | None = None) -> None:
         """Keep a Python number, truth value or text."""
-        if not self.plan.records(key.kind, key.name, key.item):
+        if not self._wanted(key)[0]:
             return
         with self._lock:
             key, order = self._place(key)
@@ -239,6 +209,8 @@ class Recorder:
         row = self._rows.seen.get(key)
         if row is None or self._rows.text[row] or type(value) is not torch.Tensor or value.device.type != "cpu":
             return True
+        if summary.is_plain(value):
+            return summary.samples_are(value, key.name, self._rows.sample[row])
         index = summary.sample_index(key.name, value.numel())
         with summary.quiet():
             now = value.detach().reshape(-1)[torch.from_numpy(index)].to(torch.float32).numpy()
@@ -261,6 +233,8 @@ class Recorder:
 
     # ------------------------------------------------------------------ writing
     def _submit(self) -> None:
+        with summary.quiet():
+            self._rows.transfer.send()
         if self._sink is not None:
             self._sink(step_rows(self._rows, self.step, *ranks()))
             return
@@ -275,7 +249,7 @@ class Recorder:
             self._imported = imported_files()
         rows, step = self._rows, self.step
         nbytes = sum(a.nbytes for a in (rows.sketch, rows.sample, rows.sums))
-        nbytes += sum(t.numel() * t.element_size() for t in rows.tensors.values())
+        nbytes += sum(tensor.nbytes for tensor in rows.tensors.values())
         began = time.perf_counter()
         with self._room:
             if self._room.wait_for(lambda: self._queued == 0 or self._queued + nbytes <= QUEUE_BYTES):
@@ -307,7 +281,7 @@ class Recorder:
             self.steps_written.append(step)
             self._write_names()
             if rows.tensors:
-                self._copies.give_back(rows.tensors.values())
+                self._copies.give_back(copy for copy in rows.tensors.values() if isinstance(copy, Copy))
             else:
                 self._copies.clear()
             return written

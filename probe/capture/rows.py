@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 
 from probe.capture import summary
+from probe.capture.kept import Copy
+from probe.capture.transfer import Transfer
 from probe.point import Key, Kind
 from probe.store.layout import SAMPLES, SCALARS, SKETCH_K, FullTensor, StepRows
 
@@ -34,8 +36,9 @@ class Rows:
         self.text: list[str] = []
         self.where: list[str] = []
         self.hash: dict[int, tuple[int, int]] = {}
-        self.on_device: list[tuple[int, torch.Tensor]] = []
-        self.tensors: dict[Key, torch.Tensor] = {}
+        self.transfer = Transfer()
+        self.tensors: dict[Key, Copy | torch.Tensor] = {}
+        """Kept whole; a copy from an accelerator is whole when `transfer` is."""
         self.value = np.full(capacity, np.nan)
         self.sums = np.full((capacity, 4), np.nan)
         """[Q, 4] sum, l2, sum |x|, max |x|."""
@@ -85,7 +88,7 @@ class Rows:
             array[len(keep) :] = 0 if array.dtype == np.int64 else np.nan
         self.seen = {key: i for i, key in enumerate(self.keys)}
         self.hash = {renumber[i]: digest for i, digest in self.hash.items() if i in renumber}
-        self.on_device = [(renumber[i], row) for i, row in self.on_device if i in renumber]
+        self.transfer.renumber(renumber)
         self.tensors = {key: tensor for key, tensor in self.tensors.items() if key.kind is not kind}
 
     def _grow(self) -> None:
@@ -100,11 +103,12 @@ class Rows:
 
 
 def step_rows(rows: Rows, step: int, rank: int, world_size: int) -> StepRows:
-    """Close the rows of a step. Runs on the worker: reads back what was reduced on a device."""
-    if rows.on_device:
-        stacked = torch.stack([row for _, row in rows.on_device]).cpu().numpy()
-        for (index, _), numbers in zip(rows.on_device, stacked, strict=True):
-            rows.fill(index, numbers)
+    """Close the rows of a step. Runs on the worker: waits for what was reduced on a device."""
+    rows.transfer.wait()
+    for index, numbers in rows.transfer.rows:
+        rows.fill(index, numbers.numpy())
+    for index, tensor in rows.transfer.bits:
+        rows.hash[index] = summary.fingerprint(tensor)
     count = len(rows.keys)
     total, l2, sum_abs, max_abs = rows.sums[:count].T
     numel = rows.counts[:count, 1]
@@ -121,7 +125,9 @@ def step_rows(rows: Rows, step: int, rank: int, world_size: int) -> StepRows:
     }
     assert tuple(scalars) == SCALARS
     tensors = {
-        key: FullTensor(bits=summary.host_bits(tensor), dtype=str(tensor.dtype).removeprefix("torch."))
+        key: tensor.whole()
+        if isinstance(tensor, Copy)
+        else FullTensor(bits=summary.host_bits(tensor), dtype=summary.dtype_name(tensor.dtype))
         for key, tensor in rows.tensors.items()
     }
     closed = StepRows(

@@ -209,7 +209,7 @@ def _sampled(name: str, part: Part, device: torch.device) -> tuple[torch.Tensor,
 
 
 def part_row(tensor: torch.Tensor, name: str, part: Part, scratch: summary.Scratch) -> torch.Tensor:
-    """Summarise a part as `summary.device_row` does a whole. Returns float64 [DEVICE_ROW] on its device.
+    """Summarise a part as `probe.capture.device` does a whole. Returns float64 [DEVICE_ROW] on its device.
 
     Args:
         tensor: The local data; any shape with the part's number of elements.

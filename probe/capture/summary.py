@@ -1,15 +1,17 @@
-"""Reduce one tensor to a row of fixed size, on its own device, without touching the run.
+"""Reduce one tensor in host memory to a row of fixed size, without touching the run.
 
-Everything here happens under `quiet`: no autograd, no autocast, no dispatch modes, no global RNG. On a CPU the compiled
-`_reduce` reads each element once, at about 0.2 ns; where it was not built, torch does the same in five passes over
-blocks that stay in cache, at about 1 ns. This module must not know where a tensor came from.
+Everything here happens under `quiet` (no autograd, no autocast, no dispatch modes, no global RNG), or runs no operation
+of torch at all. The compiled `_reduce` reads each element once, at 0.13 to 0.25 ns; where it was not built, torch does
+the same in five passes over blocks that stay in cache, at about 1 ns. `probe.capture.device` does it on an accelerator.
+This module must not know where a tensor came from.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from probe import sketch as sketch_module
 from probe.sketch import mix64
 from probe.store.layout import SAMPLES, SKETCH_K
 
-INTERFACE = 2
+INTERFACE = 3
 """How the compiled reduction is called here; a build that is called in another way is not used."""
 
 
@@ -37,21 +39,27 @@ def _compiled() -> Any:
 compiled = _compiled()
 """The compiled reduction; None where there was no C compiler when the package was installed, or the build is older."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that hold their data themselves; any other may be a wrapper."""
+
 COMPILED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 """Types that the compiled reduction reads as they are, by its numbers for them."""
 
 ROWS_PER_BLOCK = 512
-"""Rows of k elements that are reduced at once on a CPU. A block, 0.5 MB in fp32, stays in the second-level cache while
+"""Rows of k elements that are reduced at once. A block, 0.5 MB in fp32, stays in the second-level cache while
 it is read five times; and sums in fp32 stay short, for blocks are added up in float64."""
-
-DEVICE_ROWS_PER_BLOCK = 4096
-"""The same on an accelerator, where a launch costs more than a read."""
 
 DEVICE_ROW = 6 + SKETCH_K + SAMPLES
 """Length of the flat device row: sum, l2, sum |x|, max |x|, non-finite count, numel, sketch, samples."""
 
 SMALL = 8192
 """Elements up to which numpy's lower cost per call outweighs torch's faster loops (measured; not critical)."""
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Give torch's name of an element type, without `torch.`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def row_signs(first: int, count: int) -> npt.NDArray[np.float32]:
@@ -62,24 +70,19 @@ def row_signs(first: int, count: int) -> npt.NDArray[np.float32]:
 
 
 @functools.lru_cache(maxsize=256)
-def _weights(rows: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def row_weights(rows: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Signs and ones, [2, rows]: one matrix product gives the sketch and the column sums."""
     signs = torch.from_numpy(np.stack([row_signs(0, rows), np.ones(rows, np.float32)]))
     return signs.to(device=device, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _last_sign(row: int) -> float:
+def last_sign(row: int) -> float:
     return float(row_signs(row, 1)[0])
 
 
 sample_index = functools.lru_cache(maxsize=65536)(sketch_module.sample_index)
 """Flat positions whose values are kept, from the name and the size alone; asked for at every tap, so remembered."""
-
-
-@functools.lru_cache(maxsize=65536)
-def _sample_index_on(name: str, numel: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(sample_index(name, numel)).to(device)
 
 
 class quiet:
@@ -157,46 +160,56 @@ def flat_numbers(tensor: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     return out
 
 
-def device_row(tensor: torch.Tensor, name: str, scratch: Scratch) -> torch.Tensor:
-    """Summarise a tensor on an accelerator without reading anything back. Returns float64 [DEVICE_ROW] on its device.
+class Matrices(Protocol):
+    """The arrays whose rows the compiled reduction writes."""
+
+    sums: npt.NDArray[np.float64]
+    """[Q, 4] sum, l2, sum |x|, max |x|."""
+    counts: npt.NDArray[np.int64]
+    """[Q, 2] non-finite elements, elements."""
+    sketch: npt.NDArray[np.float32]
+    """[Q, K]"""
+    sample: npt.NDArray[np.float32]
+    """[Q, N]"""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether the compiled reduction can read a tensor where it lies; nothing asked here is an operation."""
+    return (
+        compiled is not None
+        and type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.dtype in COMPILED_TYPES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and tensor.numel() > 0
+    )
+
+
+def reduce_plain(tensor: torch.Tensor, name: str, rows: Matrices, row: int, copy: int) -> None:
+    """Write the row of a tensor for which `is_plain` is true.
 
     Args:
-        tensor: Any strided tensor of numbers; an empty one gives zeros.
+        tensor: The tensor.
         name: Decides which values are sampled.
-        scratch: Work space.
+        rows: Get the numbers of `host_row`, in the given row.
+        row: From 0.
+        copy: Address of memory that gets the tensor's values, or 0.
+    """
+    kind, numel, matrices = (
+        COMPILED_TYPES[tensor.dtype],
+        tensor.numel(),
+        (rows.sums, rows.counts, rows.sketch, rows.sample),
+    )
+    compiled.reduce(tensor.data_ptr(), numel, kind, copy, row, sample_index(name, numel), *matrices)
 
-    Source: the project's statistics study, sections 5 and 8: S_j = sum over i = j (mod k) of sign(i // k) x_i, one
-    sign per row of k elements; linear, deterministic, at the speed of one read; relative sd of the norm of a
-    difference 4.5 %."""
-    tensor = as_real(tensor.detach())
-    row = torch.zeros(DEVICE_ROW, dtype=torch.float64, device=tensor.device)
-    row[6 + SKETCH_K :] = float("nan")
+
+def samples_are(tensor: torch.Tensor, name: str, sample: npt.NDArray[np.float32]) -> bool:
+    """Tell whether a tensor for which `is_plain` is true has the samples that its row has."""
     numel = tensor.numel()
-    row[5] = numel
-    if numel == 0:
-        return row
-    flat = flat_numbers(tensor, scratch)
-    rows = numel // SKETCH_K
-    total = torch.zeros(2, SKETCH_K, dtype=torch.float64, device=flat.device)
-    for first in range(0, rows, DEVICE_ROWS_PER_BLOCK):
-        count = min(DEVICE_ROWS_PER_BLOCK, rows - first)
-        block = flat[first * SKETCH_K : (first + count) * SKETCH_K].view(count, SKETCH_K)
-        total += _weights(rows, flat.device, flat.dtype)[:, first : first + count] @ block
-    rest = flat[rows * SKETCH_K :]
-    if rest.numel():
-        total[0, : rest.numel()] += rest * _last_sign(rows)
-        total[1, : rest.numel()] += rest
-    size = scratch.take("abs", flat, flat.dtype)
-    torch.abs(flat, out=size)
-    row[0] = total[1].sum()
-    row[1] = torch.linalg.vector_norm(flat)
-    row[2] = size.sum()
-    row[3] = size.amax()
-    row[4] = numel - torch.isfinite(flat).sum()
-    row[6 : 6 + SKETCH_K] = total[0]
-    index = _sample_index_on(name, numel, tensor.device)
-    row[6 + SKETCH_K : 6 + SKETCH_K + index.numel()] = flat.index_select(0, index)
-    return row
+    kind = COMPILED_TYPES[tensor.dtype]
+    return bool(compiled.samples_are(tensor.data_ptr(), numel, kind, sample_index(name, numel), sample))
 
 
 def host_row(
@@ -205,7 +218,6 @@ def host_row(
     scratch: Scratch,
     sketch: npt.NDArray[np.float32],
     sample: npt.NDArray[np.float32],
-    copy: torch.Tensor | None = None,
 ) -> tuple[float, float, float, float, int, int]:
     """Summarise a tensor in host memory: the same numbers as `device_row`, written in place.
 
@@ -218,33 +230,24 @@ def host_row(
         scratch: Work space.
         sketch: [K], overwritten.
         sample: [N], overwritten as far as there are values.
-        copy: Contiguous, of the tensor's shape and type; gets its values, if it has any.
 
     Returns:
         sum, l2, sum |x|, max |x|, number of non-finite elements, number of elements.
     """
-    given = tensor.detach()
-    tensor = as_real(given)
+    tensor = as_real(tensor.detach())
     numel = tensor.numel()
     if numel == 0:
         sketch[:] = 0.0
         return 0.0, 0.0, 0.0, 0.0, 0, 0
     index = sample_index(name, numel)
     if compiled is not None:
-        address = 0
-        if copy is not None and given.dtype in COMPILED_TYPES:
-            address = copy.data_ptr()
-        elif copy is not None:
-            copy.copy_(given)
         if tensor.dtype not in COMPILED_TYPES:
             tensor = flat_numbers(tensor, scratch)
         flat = tensor.contiguous()
-        numbers: tuple[float, float, float, float, int, int] = compiled.reduce(
-            flat.data_ptr(), numel, COMPILED_TYPES[flat.dtype], sketch, index, sample, address
-        )
-        return numbers
-    if copy is not None:
-        copy.copy_(given)
+        sums, counts = np.empty(4), np.empty(2, np.int64)
+        kind = COMPILED_TYPES[flat.dtype]
+        compiled.reduce(flat.data_ptr(), numel, kind, 0, 0, index, sums, counts, sketch, sample)
+        return *sums.tolist(), *counts.tolist()
     return _host_row_by_torch(flat_numbers(tensor, scratch), index, scratch, sketch, sample)
 
 
@@ -268,7 +271,7 @@ def _host_row_by_torch(
     body = rows * SKETCH_K
     if body < numel:
         rest = values[body:]
-        sketch[: numel - body] += rest * _last_sign(rows)
+        sketch[: numel - body] += rest * last_sign(rows)
         total += float(rest.sum(dtype=np.float64))
     nonfinite = 0
     if not math.isfinite(sum_abs):
@@ -283,7 +286,7 @@ def _small_sums(
     """Sketch the whole rows of k elements, and reduce: sum of the whole rows, l2, sum |x| and max |x| of all."""
     total = 0.0
     if rows:
-        weights = _weights(rows, flat.device, flat.dtype)
+        weights = row_weights(rows, flat.device, flat.dtype)
         signed = (weights @ flat[: rows * SKETCH_K].view(rows, SKETCH_K)).numpy()
         sketch[:] = signed[0]
         total = float(signed[1].sum(dtype=np.float64))
@@ -299,7 +302,7 @@ def _large_sums(
     """Do as `_small_sums`, in blocks that stay in the processor's cache: each element is fetched from memory once."""
     wide = np.zeros((2, SKETCH_K))
     squares = sum_abs = max_abs = 0.0
-    weights = _weights(rows, flat.device, flat.dtype)
+    weights = row_weights(rows, flat.device, flat.dtype)
     numel = flat.numel()
     absolute = scratch.block(flat)
     # Blocks of about equal size: a last one of a few rows would cost as many calls as a whole one.
@@ -315,6 +318,12 @@ def _large_sums(
         max_abs = max(max_abs, size.amax().item())  # of a NaN, the sum tells
     sketch[:] = wide[0]
     return float(wide[1].sum()), math.sqrt(squares) if squares >= 0 else squares, sum_abs, max_abs
+
+
+def fingerprint_plain(tensor: torch.Tensor) -> tuple[int, int]:
+    """Do as `fingerprint` for a tensor for which `is_plain` is true."""
+    digest = xxhash.xxh3_128_intdigest((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+    return digest >> 64, digest & 0xFFFFFFFFFFFFFFFF
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:

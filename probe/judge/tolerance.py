@@ -18,11 +18,6 @@ from typing import Any
 
 from probe.errors import ToleranceError, listed
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
-
 K = 3.0
 """Tolerance = 3 x spread: the custom of the pull requests this tool serves, and a 95 % prediction interval for one
 number under three Gaussian repeats. Source: the project's statistics study, section 0."""
@@ -255,6 +250,11 @@ def load(path: Path | str) -> Tolerances:
         ToleranceError: The file cannot be read, is no tolerance file, is of another version, has an unknown key, or a
             number that no tolerance can be.
     """
+    # All comparisons know tolerances, and not all read some from a file.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
     path = Path(path)
     try:
         data = tomllib.loads(path.read_bytes().decode("utf-8"))

@@ -1,13 +1,8 @@
 """Compare tensors that both runs kept whole, element by element.
 
 A summary says how far two tensors are apart; this says where, and by how much at most. Digests are compared first, and
-only tensors that differ are read, both side by side in blocks that stay in the processor's cache, so memory is bounded
-whatever their size. What is read is checked against its digest. The compiled `_elementwise` compares fp32 and bf16 at
-the speed of reading them; where it was not built, numpy does, as for all other types. This module must not know what
-is allowed.
-
-Two elements are equal if their values are, or if both are NaN. Differences are taken in double precision, and only of
-finite elements; what is not finite on one side only is counted.
+only tensors that differ are read, as `probe.measure.blocks` says, by several threads or processes where it is much.
+This module must not know what is allowed.
 """
 
 from __future__ import annotations
@@ -15,34 +10,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
+from probe.measure.blocks import compare_tensors
 from probe.measure.pairs import Spread, spread_calls
 from probe.point import Key
-from probe.store.dtypes import BITS, widen
 from probe.store.reader import Capture, links_of
+from probe.store.rows import Tables
 from probe.store.steps import StepFile
-from probe.store.tensors import Whole
+from probe.store.tensors import Placed, Whole
 
-try:
-    from probe.measure import _elementwise
-except ImportError:  # no compiler where the package was installed
-    _elementwise = None  # type: ignore[assignment]
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
-BLOCK = 1 << 18
-"""Bytes of each side that are compared at once: two blocks stay in the second-level cache."""
 ALONE_S = 0.5
 """How long digests are compared before others are asked to help."""
 WORTH_NBYTES = 256 << 20
-"""Bytes to read from which on other processes pay."""
-_COMPILED = {"float32": 0, "bfloat16": 1}
-_ORDERED = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of types whose bits, with the sign taken apart, are in the order of their values."""
+"""Bytes to read from which on others pay."""
+MOST_THREADS = 8
+"""More would wait for each other: one at a time has the interpreter, for some 6 of the 85 microseconds of a block."""
+PIECES = 4
+"""Tasks for each piece of a spread at least, as far as there are tensors: they differ in size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +80,20 @@ class ElementsCompared:
     """By step, rank and order of execution."""
 
 
-class _Found(NamedTuple):
-    """What one block, or several, showed."""
+_NOTHING = ElementsCompared(tensors=0, identical=0, equal=0, reshaped=(), different=())
 
-    different: int = 0
-    nonfinite: int = 0
-    squares: float = 0.0
-    largest: float = 0.0
-    ulps: int = 0
+
+class _Pair(NamedTuple):
+    """Two tensors of other bits, which are to be read side by side."""
+
+    keys: tuple[Key, ...]
+    """A module often returns what its last child returned: what has the same bits in both runs is read once."""
+    orders: tuple[int, ...]
+    """Place of each among those that both keep, in order of execution."""
+    norm: float
+    """Recorded l2 norm of the baseline's."""
+    a: Whole | Placed
+    b: Whole | Placed
 
 
 class _Task(NamedTuple):
@@ -105,14 +103,15 @@ class _Task(NamedTuple):
     step: int
     numbers: tuple[int, ...] | None
     """Places among those that both keep, in order of execution; None: nobody has looked which of them differ."""
+    pairs: tuple[_Pair, ...] = ()
+    """Where each lies, if all lie in one piece: opening a file with HDF5 takes as long as reading 16 MB of it."""
 
 
 class _Survey(NamedTuple):
     """What digests alone show of one step on one rank."""
 
     compared: ElementsCompared
-    unequal: list[tuple[list[int], int]]
-    """Places of tensors to read, those of the same bits together, and the bytes of a pair."""
+    pairs: list[_Pair]
 
 
 def compare_elements(
@@ -120,6 +119,7 @@ def compare_elements(
     candidate: Capture,
     spread: Spread | None = None,
     progress: Callable[[float], None] | None = None,
+    threads: int = 1,
 ) -> ElementsCompared | None:
     """Compare all tensors that two captures kept whole; None where one of them was not asked to keep any.
 
@@ -128,11 +128,13 @@ def compare_elements(
     Args:
         spread: Where to read; None: in this process.
         progress: Is told which part of the work is done, from 0 to 1.
+        threads: If more than one and at most `MOST_THREADS`, as many read here instead of `spread` where no file needs
+            HDF5, which has one lock: they start at once, and need no memory of their own.
 
     Raises:
         CaptureFormatError: A tensor does not have its digest, or a file is damaged.
     """
-    if not (_may_keep(baseline) and _may_keep(candidate)):
+    if not (baseline.may_keep_tensors and candidate.may_keep_tensors):
         return None
     places = [
         (rank, step)
@@ -151,8 +153,12 @@ def compare_elements(
             continue
         survey = _survey(baseline, candidate, rank, step)
         found.append((survey.compared, []))
-        nbytes += sum(size for _, size in survey.unequal)
-        tasks += [_Task(rank, step, tuple(same)) for same, _ in survey.unequal]
+        nbytes += sum(2 * pair.a.nbytes for pair in survey.pairs)
+        tasks += [_task(rank, step, pair) for pair in survey.pairs]
+    if 1 < threads <= MOST_THREADS and all(task.pairs for task in tasks):
+        spread = Spread(start=lambda: _threads(threads), pieces=2 * threads)
+    elif spread is not None:
+        tasks = [task._replace(pairs=tuple(map(_absolute, task.pairs))) for task in tasks]
     if spread is None or nbytes < WORTH_NBYTES:
         for done, task in enumerate(tasks, start=1):
             found.append(_compare_task(baseline, candidate, task))
@@ -164,25 +170,39 @@ def compare_elements(
     return _joined(found)
 
 
+def _threads(count: int) -> AbstractContextManager[Executor]:
+    # Most comparisons come without it.
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(count)
+
+
+def _task(rank: int, step: int, pair: _Pair) -> _Task:
+    a, b = pair.a, pair.b
+    if isinstance(a, Whole) and isinstance(b, Whole) and a.contiguous and b.contiguous:
+        return _Task(rank, step, pair.orders, (pair._replace(a=a.placed, b=b.placed),))
+    return _Task(rank, step, pair.orders)
+
+
+def _absolute(pair: _Pair) -> _Pair:
+    """Name the files so that a process elsewhere finds them."""
+    a, b = (replace(each, path=each.path.absolute()) for each in (pair.a, pair.b) if isinstance(each, Placed))
+    return pair._replace(a=a, b=b)
+
+
 def _gathered(tasks: Sequence[_Task], pieces: int) -> list[_Task]:
-    """Put tasks of one step together, until there are a few for each worker: each opens its two files."""
-    most = -(-len(tasks) // (4 * pieces))
+    """Put tasks of one step together, until there are a few for each worker."""
+    most = -(-len(tasks) // (PIECES * pieces))
     gathered: list[_Task] = []
     for task in tasks:
         last = gathered[-1] if gathered else None
-        if last and last[:2] == task[:2] and last.numbers and task.numbers and len(last.numbers) < most:
-            gathered[-1] = last._replace(numbers=last.numbers + task.numbers)
+        alike = last and last[:2] == task[:2] and last.numbers and task.numbers and bool(last.pairs) == bool(task.pairs)
+        if last and alike and len(last.numbers or ()) < most:
+            numbers = (*(last.numbers or ()), *(task.numbers or ()))
+            gathered[-1] = last._replace(numbers=numbers, pairs=last.pairs + task.pairs)
         else:
             gathered.append(task)
     return gathered
-
-
-def _may_keep(capture: Capture) -> bool:
-    """Tell whether a run was asked to keep tensors whole; where nothing says so, it may have been."""
-    config = capture.manifest.get("config")
-    plan = config.get("plan") if isinstance(config, dict) else None
-    record = plan.get("record") if isinstance(plan, dict) else None
-    return not isinstance(record, dict) or "full" not in record or bool(record["full"])
 
 
 def _joined(found: Sequence[tuple[ElementsCompared, list[int]]]) -> ElementsCompared:
@@ -211,169 +231,98 @@ class _Shared(NamedTuple):
     norms: list[float]
 
 
-def _shared(one: StepFile, two: StepFile, numbers: Sequence[int] | None = None) -> _Shared:
-    tables, others = one.tables(), links_of(two, two.tables())
-    norms = {link: float(l2) for link, l2 in zip(tables["tensor"], tables["l2"], strict=True) if link}
-    links = [(key, link) for key, link in links_of(one, tables).items() if key in others]
+def _shared(
+    one: StepFile, two: StepFile, tables: tuple[Tables, Tables], numbers: Sequence[int] | None = None
+) -> _Shared:
+    others = links_of(two, tables[1])
+    norms = {link: float(l2) for link, l2 in zip(tables[0]["tensor"], tables[0]["l2"], strict=True) if link}
+    links = [(key, link) for key, link in links_of(one, tables[0]).items() if key in others]
     chosen = links if numbers is None else [links[number] for number in numbers]
-    return _Shared(
-        keys=[key for key, _ in chosen],
-        pairs=[(one.tensor(link), two.tensor(others[key])) for key, link in chosen],
-        norms=[norms[link] for _, link in chosen],
-    )
+    pairs = zip(one.tensors([link for _, link in chosen]), two.tensors([others[key] for key, _ in chosen]), strict=True)
+    return _Shared(keys=[key for key, _ in chosen], pairs=list(pairs), norms=[norms[link] for _, link in chosen])
 
 
 def _survey(baseline: Capture, candidate: Capture, rank: int, step: int) -> _Survey:
     """Compare the digests of a step."""
-    if not (baseline.keeps_tensors(rank, step) and candidate.keeps_tensors(rank, step)):
-        return _Survey(ElementsCompared(tensors=0, identical=0, equal=0, reshaped=(), different=()), [])
+    tables = baseline.tables(rank, step), candidate.tables(rank, step)
+    if not all(any(each["tensor"]) for each in tables):
+        return _Survey(_NOTHING, [])
     with baseline.open_step(rank, step) as one, candidate.open_step(rank, step) as two:
-        shared = _shared(one, two)
-        return _compared_digests(shared)
+        shared = _shared(one, two, tables)
+        return _compared_digests(shared, range(len(shared.keys)))
 
 
-def _compared_digests(shared: _Shared) -> _Survey:
+def _compared_digests(shared: _Shared, numbers: Sequence[int]) -> _Survey:
     identical = 0
     reshaped = []
-    # A module often returns what its last child returned: the same pair is read once.
-    unequal: dict[tuple[str, str], tuple[list[int], int]] = {}
-    for number, (key, (a, b)) in enumerate(zip(shared.keys, shared.pairs, strict=True)):
+    unequal: dict[tuple[str, str], list[int]] = {}
+    for at, (key, (a, b)) in enumerate(zip(shared.keys, shared.pairs, strict=True)):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             reshaped.append(key.label)
         elif a.digest == b.digest:
             identical += 1
         else:
-            unequal.setdefault((a.digest, b.digest), ([], 2 * a.nbytes))[0].append(number)
+            unequal.setdefault((a.digest, b.digest), []).append(at)
     compared = ElementsCompared(
         tensors=len(shared.keys), identical=identical, equal=0, reshaped=tuple(reshaped), different=()
     )
-    return _Survey(compared, list(unequal.values()))
+    pairs = [
+        _Pair(
+            keys=tuple(shared.keys[at] for at in same),
+            orders=tuple(numbers[at] for at in same),
+            norm=shared.norms[same[0]],
+            a=shared.pairs[same[0]][0],
+            b=shared.pairs[same[0]][1],
+        )
+        for same in unequal.values()
+    ]
+    return _Survey(compared, pairs)
 
 
 def _compare_task(baseline: Capture, candidate: Capture, task: _Task) -> tuple[ElementsCompared, list[int]]:
     """Read tensors side by side; also return the place of each different one in the order of execution."""
+    if task.pairs:
+        return _compare_pairs(task, task.pairs, _NOTHING)
+    tables = baseline.tables(task.rank, task.step), candidate.tables(task.rank, task.step)
     with baseline.open_step(task.rank, task.step) as one, candidate.open_step(task.rank, task.step) as two:
-        shared = _shared(one, two, task.numbers)
-        survey = _compared_digests(shared)
-        equal = 0
-        different, orders = [], []
-        for same, _ in survey.unequal:
-            a, b = shared.pairs[same[0]]
-            found = _compare(a, b, shared.keys[same[0]], task, shared.norms[same[0]])
-            if found is None:
-                equal += len(same)
-                continue
-            for at in same:
-                different.append(replace(found, key=shared.keys[at]))
-                orders.append(at if task.numbers is None else task.numbers[at])
-    known = survey.compared if task.numbers is None else replace(survey.compared, tensors=0, identical=0, reshaped=())
+        shared = _shared(one, two, tables, task.numbers)
+        survey = _compared_digests(shared, range(len(shared.keys)) if task.numbers is None else task.numbers)
+        return _compare_pairs(task, survey.pairs, survey.compared if task.numbers is None else _NOTHING)
+
+
+def _compare_pairs(task: _Task, pairs: Sequence[_Pair], known: ElementsCompared) -> tuple[ElementsCompared, list[int]]:
+    """Add to what digests have shown."""
+    equal = 0
+    different: list[ElementDifference] = []
+    orders: list[int] = []
+    for pair in pairs:
+        found = _compare(pair, task)
+        if found is None:
+            equal += len(pair.keys)
+            continue
+        different += [replace(found, key=key) for key in pair.keys]
+        orders += pair.orders
     return replace(known, equal=equal, different=tuple(different)), orders
 
 
-def _compare(a: Whole, b: Whole, key: Key, task: _Task, norm: float) -> ElementDifference | None:
+def _compare(pair: _Pair, task: _Task) -> ElementDifference | None:
     """Read two tensors side by side; None if all values are equal."""
-    size = min(BLOCK, a.nbytes)
-    one, two = (np.empty(size, np.uint8) for _ in range(2))
-    digests = xxhash.xxh3_128(), xxhash.xxh3_128()
-    block = _block(a.dtype)
-    total, worst = _Found(), (0, 0.0, 0.0)
-    with a.reader() as first, b.reader() as second:
-        for start in range(0, a.nbytes, BLOCK):
-            x, y = one[: a.nbytes - start], two[: a.nbytes - start]
-            first.fill(x.data)
-            second.fill(y.data)
-            digests[0].update(x.data)
-            digests[1].update(y.data)
-            found = block(x, y)
-            if not found.different:
-                continue
-            if found.largest > total.largest or not total.different:
-                at, expected, actual = _worst(x, y, a.dtype)
-                worst = (start // a.item + at, expected, actual)
-            total = _Found(
-                total.different + found.different,
-                total.nonfinite + found.nonfinite,
-                total.squares + found.squares,
-                max(total.largest, found.largest),
-                max(total.ulps, found.ulps),
-            )
-    a.check(digests[0])
-    b.check(digests[1])
-    if not total.different:
+    found = compare_tensors(pair.a, pair.b)
+    if found is None:
         return None
-    l2 = math.sqrt(total.squares)
+    l2, shape = math.sqrt(found.squares), pair.a.shape
     return ElementDifference(
-        key=key,
+        key=pair.keys[0],
         step=task.step,
         rank=task.rank,
-        elements=a.nbytes // a.item,
-        different=total.different,
-        nonfinite=total.nonfinite,
-        max_abs=total.largest,
+        elements=math.prod(shape),
+        different=found.different,
+        nonfinite=found.nonfinite,
+        max_abs=found.largest,
         l2=l2,
-        relative_l2=l2 / norm if norm > 0 else math.nan,
-        ulps=total.ulps if a.dtype in _ORDERED else None,
-        at=tuple(int(at) for at in np.unravel_index(worst[0], a.shape)) if a.shape else (),
-        expected=worst[1],
-        actual=worst[2],
+        relative_l2=l2 / pair.norm if pair.norm > 0 else math.nan,
+        ulps=found.ulps,
+        at=tuple(int(at) for at in np.unravel_index(found.at, shape)) if shape else (),
+        expected=found.expected,
+        actual=found.actual,
     )
-
-
-def _block(dtype: str) -> Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], _Found]:
-    """Return what compares two blocks of a type."""
-    if _elementwise is not None and dtype in _COMPILED:
-        compiled, number = _elementwise.compare, _COMPILED[dtype]
-        return lambda x, y: _Found(*compiled(x, y, number))
-    return lambda x, y: _with_numpy(x, y, dtype)
-
-
-def _with_numpy(x: npt.NDArray[np.uint8], y: npt.NDArray[np.uint8], dtype: str) -> _Found:
-    if x.data == y.data:
-        return _Found()
-    a, b = _values(x, dtype), _values(y, dtype)
-    with np.errstate(all="ignore"):
-        unequal = (a != b) & ~((a != a) & (b != b))
-        count = int(np.count_nonzero(unequal))
-        if not count:
-            return _Found()
-        delta, finite = _delta(a, b)
-        squares = float(np.dot(delta, delta))
-        ulps = int(_apart(x, y, dtype)[finite].max(initial=0)) if dtype in _ORDERED else 0
-    return _Found(count, int(np.count_nonzero(unequal & ~finite)), squares, float(delta.max(initial=0.0)), ulps)
-
-
-def _values(block: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[Any]:
-    return widen(block.view(BITS[dtype]), dtype)
-
-
-def _delta(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Return |a - b| in double precision, 0 where it is not of finite elements, and where it is."""
-    kind = np.complex128 if np.iscomplexobj(a) else np.float64
-    finite = np.isfinite(a) & np.isfinite(b)
-    delta = np.abs(a.astype(kind) - b.astype(kind))
-    return np.where(finite, delta, 0.0), finite
-
-
-def _worst(x: npt.NDArray[np.uint8], y: npt.NDArray[np.uint8], dtype: str) -> tuple[int, Any, Any]:
-    """Find the largest difference in a block: its place, and both values. Where none is finite: the first unequal."""
-    a, b = _values(x, dtype), _values(y, dtype)
-    with np.errstate(all="ignore"):
-        delta, _ = _delta(a, b)
-        at = int(np.argmax(delta))
-        if not delta[at]:
-            at = int(np.argmax((a != b) & ~((a != a) & (b != b))))
-    return at, a[at].item(), b[at].item()
-
-
-def _apart(x: npt.NDArray[np.uint8], y: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.uint64]:
-    """Count the units in the last place between elements."""
-    one, two = _ordered(x, _ORDERED[dtype]), _ordered(y, _ORDERED[dtype])
-    # Two's complement wraps: what is subtracted from the larger is right as an unsigned number.
-    return np.where(one > two, one.view(np.uint64) - two.view(np.uint64), two.view(np.uint64) - one.view(np.uint64))
-
-
-def _ordered(block: npt.NDArray[np.uint8], item: int) -> npt.NDArray[np.int64]:
-    """Number the values of a floating-point type in their order; both zeros are 0."""
-    bits = block.view(f"<i{item}").astype(np.int64)
-    size = bits & ((1 << (8 * item - 1)) - 1)
-    return np.where(bits < 0, -size, size)

@@ -17,11 +17,6 @@ from probe.judge.comparison import Comparison, FirstDivergence, RunSummary
 from probe.point import Kind
 from probe.report import recorded
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
-
 KEEP, INSIDE, SHOW, KEPT = "keep", "inside", "show", "kept"
 """Keep tensors whole; record inside a compiled region; look at what there is; that again, for it was kept whole."""
 ROOT = "(root)"
@@ -156,6 +151,11 @@ def _plan(plan: str, selections: list[str], runs: Sequence[RunSummary]) -> str:
 
 def _holds(text: str, wanted: list[str]) -> bool:
     """Say whether a text is a plan with the selections: what was written over several lines, for one, is not."""
+    # Few reports come here.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
     try:
         return bool(tomllib.loads(text)["record"]["inside_compiled"] == wanted)
     except (tomllib.TOMLDecodeError, KeyError, TypeError):

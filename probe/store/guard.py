@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,14 @@ class Sort:
     """Data may lie in chunks."""
     again: str
     """What to do about one that cannot be trusted."""
+
+    def damage(self, path: Path, what: str) -> CaptureFormatError:
+        """Make the error that says what does not have its digest."""
+        return CaptureFormatError(f"{self.name} {path} is damaged: {what}. {self.again}.")
+
+    def truncated(self, path: Path) -> CaptureFormatError:
+        """Make the error that says that a file ends too early."""
+        return CaptureFormatError(f"{self.name} {path} is truncated. {self.again}.")
 
 
 AGAIN = "Record the run again, or delete the file to go on without the step"
@@ -126,6 +134,8 @@ class Segment:
     """Bytes of the file."""
     root: h5g.GroupID
     sort: Sort = SEGMENT
+    _sound: dict[bytes, h5d.DatasetID] = field(default_factory=dict, init=False)
+    """Datasets of `root` that were looked at already: that takes as long as reading a small one."""
 
     def refusal(self, what: str, why: str) -> CaptureFormatError:
         """Make the error that says what is not read, and why."""
@@ -133,7 +143,7 @@ class Segment:
 
     def damage(self, what: str) -> CaptureFormatError:
         """Make the error that says what does not have its digest."""
-        return CaptureFormatError(f"{self.sort.name} {self.path} is damaged: {what}. {self.sort.again}.")
+        return self.sort.damage(self.path, what)
 
     def require_version(self) -> None:
         """Refuse what is no such file, or has a newer major version."""
@@ -196,6 +206,13 @@ class Segment:
 
     def dataset(self, parent: h5g.GroupID, name: bytes) -> h5d.DatasetID:
         """Open a dataset by hard link whose data lies inside this file: contiguous, or in chunks where they may be."""
+        if parent is not self.root:
+            return self._found_sound(parent, name)
+        if name not in self._sound:
+            self._sound[name] = self._found_sound(parent, name)
+        return self._sound[name]
+
+    def _found_sound(self, parent: h5g.GroupID, name: bytes) -> h5d.DatasetID:
         found = self._object(parent, name, h5o.TYPE_DATASET)
         what = f"dataset {name.decode('utf-8', 'replace')!r}"
         made = found.get_create_plist()
@@ -245,11 +262,15 @@ class Segment:
     def typed(self, parent: h5g.GroupID, name: bytes, kind: h5t.TypeID) -> h5d.DatasetID:
         """Open a dataset that has exactly the given type."""
         found = self.dataset(parent, name)
+        self.require_type(found, name, kind)
+        return found
+
+    def require_type(self, found: h5d.DatasetID, name: bytes, kind: h5t.TypeID) -> None:
+        """Refuse a dataset that does not have exactly the given type."""
         have = found.get_type()
         if have != kind:
             what = f"dataset {name.decode('utf-8', 'replace')!r}"
             raise self.refusal(what, f"is {_type_name(have)}, not {_type_name(kind)}")
-        return found
 
     def texts(self, parent: h5g.GroupID, name: bytes) -> tuple[Texts, tuple[int, ...]]:
         """Read a dataset of UTF-8 texts of fixed length.

@@ -1,8 +1,9 @@
-"""The layout of a segment, made in memory by HDF5 and written by plain system calls.
+"""An HDF5 file put together in memory: HDF5 says where things lie, and never touches the disk.
 
 HDF5 that does its own disk I/O takes the training process down with it when the disk is full (the project's storage
-study, section 5.3). Here HDF5 only decides where things lie: it writes its metadata into a `Journal`, while the data
-goes to the offset it chose, straight from the arrays. This module must not know what a segment means.
+study, section 5.3). Here it writes its metadata into a `Journal`; the data goes to the offset that it chose, straight
+from the arrays. As the files of a run are alike from step to step, a layout is kept, and for the next file only the
+attributes that change are put into it. This module must not know what a segment means.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from h5py import h5a, h5d, h5g, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5fd, h5g, h5p, h5s, h5t
 
-PIECE = 16 << 20
-"""Bytes of one pwrite. Source: the project's storage study, section 3.1."""
-HASHED_PIECE = 1 << 20
-"""The same where bits are hashed on the way: what was just read for the digest is still in the cache for the write."""
+from probe.store.disk import Piece
+from probe.store.headers import Patches
+from probe.store.layout import PAGE
+
+Kind: TypeAlias = tuple[str, str]
+"""What an element is: torch's name of its type and the numpy type string of its bits, as for `tensor_type`."""
+
+KEPT_LAYOUTS = 8
+"""Layouts that are kept; most runs need one. Each is as large as the metadata of its file."""
 
 
 @cache
@@ -77,8 +82,7 @@ def tensor_type(dtype: str, bits: str) -> h5t.TypeID:
 class Journal(io.RawIOBase):
     """A file in memory that remembers what HDF5 wrote, in order, and nothing else.
 
-    Only these byte ranges may reach the disk: whole pages would overwrite data that lies between them. HDF5 reads
-    back little of it, so reads may be slow.
+    HDF5 reads back little of it, so reads may be slow.
     """
 
     def __init__(self) -> None:
@@ -132,112 +136,210 @@ class Journal(io.RawIOBase):
         self._position = start + count
         return count
 
+    def final(self) -> list[tuple[int, bytes]]:
+        """Return what was written and not overwritten, in ascending order, in pieces that do not overlap."""
+        # Page by page: what is written may lie far apart, between data of any size.
+        pages: dict[int, tuple[bytearray, bytearray]] = {}
+        for offset, block in self.extents:
+            at = offset
+            while at < offset + len(block):
+                content, written = pages.setdefault(at // PAGE, (bytearray(PAGE), bytearray(PAGE)))
+                stop = min(offset + len(block), (at // PAGE + 1) * PAGE)
+                inside = slice(at % PAGE, at % PAGE + stop - at)
+                content[inside], written[inside] = block[at - offset : stop - offset], b"\1" * (stop - at)
+                at = stop
+        final: list[tuple[int, bytes]] = []
+        for number, (content, written) in sorted(pages.items()):
+            edges = np.flatnonzero(np.diff(np.frombuffer(written, np.int8), prepend=0, append=0)).tolist()
+            for start, stop in zip(edges[::2], edges[1::2], strict=True):
+                offset, block = number * PAGE + start, bytes(content[start:stop])
+                if final and final[-1][0] + len(final[-1][1]) == offset:
+                    offset, block = final[-1][0], final.pop()[1] + block
+                final.append((offset, block))
+        return final
+
+
+class _Object(NamedTuple):
+    """One call that makes a part of a file. Equal objects in the same order give an equal layout."""
+
+    what: str
+    """`group`, `array`, `name` or `attribute`."""
+    owner: int
+    """Number of the group or dataset that gets it."""
+    name: bytes
+    kind: Kind = ("", "")
+    shape: tuple[int, ...] = ()
+    value: bytes | None = None
+    """Of an attribute that is the same in all files; of a second name the first. None: an attribute that changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where HDF5 put things."""
+
+    offsets: tuple[int, ...]
+    """Of each dataset's data."""
+    metadata: list[tuple[int, bytes]]
+    """Everything else."""
+    size: int
+    """Of the file."""
+    patches: Patches | None
+    """Where the attributes that change lie; None: that could not be found out."""
+
+
+class Layouts:
+    """Layouts of the files written before."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[_Object, ...], _Layout] = {}
+
+    def of(self, objects: tuple[_Object, ...], values: Sequence[bytes]) -> _Layout:
+        """Give the layout of a file of these objects, where attributes that change have values of these lengths.
+
+        Where the layout cannot be used again, it holds the values given.
+        """
+        layout = self._kept.pop(objects, None)
+        if layout is None:
+            marks = [_mark(number, len(value)) for number, value in enumerate(values)]
+            layout = _lay_out(objects, marks)
+            try:
+                patches = Patches(layout.metadata, marks)
+            except ValueError:
+                return _lay_out(objects, values)
+            layout = _Layout(layout.offsets, layout.metadata, layout.size, patches)
+        self._kept[objects] = layout
+        if len(self._kept) > KEPT_LAYOUTS:
+            del self._kept[next(iter(self._kept))]
+        return layout
+
 
 class Image:
-    """One HDF5 file being laid out in memory, its data written to a descriptor as it comes."""
+    """One HDF5 file being put together. Groups and datasets are known by the numbers that adding them returns."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._journal = Journal()
-        # v108 gives headers with checksums that every reader since 1.8 opens; HDF5's own default gives none.
-        self.file = h5py.File(
-            self._journal,
-            "w",
-            libver=("v108", "v110"),
-            alignment_threshold=65536,
-            alignment_interval=4096,
-        )
-        self.root: h5g.GroupID = h5g.open(self.file.id, b"/")
-        self._scalar = h5s.create(h5s.SCALAR)
-        self._contiguous = h5p.create(h5p.DATASET_CREATE)
-        self._contiguous.set_layout(h5d.CONTIGUOUS)
-        self._contiguous.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-        self._contiguous.set_fill_time(h5d.FILL_TIME_NEVER)
-        self._contiguous.set_obj_track_times(False)
+    root = 0
 
-    def close(self) -> None:
-        """Let HDF5 go. What it would still write goes nowhere but memory."""
-        self.file.close()
+    def __init__(self) -> None:
+        self._objects: list[_Object] = []
+        self._owners = 1
+        self._arrays: list[npt.NDArray[Any]] = []
+        self._values: list[bytes] = []
+        """Of the attributes that change."""
 
-    def finish(self) -> int:
-        """Write HDF5's metadata and give the file its length.
-
-        Returns:
-            The size of the file in bytes.
-        """
-        self.close()
-        for offset, block in self._journal.extents:
-            self._write(memoryview(block), offset)
-        os.ftruncate(self._descriptor, self._journal.size)
-        return self._journal.size
-
-    def add_group(self, parent: h5g.GroupID, name: bytes) -> h5g.GroupID:
+    def add_group(self, parent: int, name: bytes) -> int:
         """Make a group."""
-        return h5g.create(parent, name)
+        self._objects.append(_Object("group", parent, name))
+        return self._next()
 
-    def add_array(
-        self,
-        parent: h5g.GroupID,
-        name: bytes,
-        array: npt.NDArray[Any],
-        kind: h5t.TypeID,
-        digest: xxhash.xxh3_128 | None = None,
-    ) -> h5d.DatasetID:
-        """Store an array, little endian, bit by bit.
+    def add_array(self, parent: int, name: bytes, array: npt.NDArray[Any], kind: Kind) -> int:
+        """Store an array, little endian, bit by bit. It must not change before the file is written.
 
         Args:
             parent: Group that gets the dataset.
             name: Link name.
             array: Any shape; 0-d and empty arrays too.
-            kind: HDF5 type of the same size as the array's elements.
-            digest: Is given the bits while they are in the cache for writing; None: nobody wants one.
+            kind: What its elements are.
         """
-        space = h5s.create_simple(array.shape) if array.shape else h5s.create(h5s.SCALAR)
-        dataset = h5d.create(parent, name, kind, space, self._contiguous)
-        if array.size:
-            self._write(flat_bytes(array), dataset.get_offset(), digest)
-        return dataset
+        self._objects.append(_Object("array", parent, name, kind, array.shape))
+        self._arrays.append(array)
+        return self._next()
 
-    def add_name(self, group: h5g.GroupID, existing: bytes, name: bytes) -> None:
+    def add_name(self, group: int, existing: bytes, name: bytes) -> None:
         """Give a dataset of a group a second name in it."""
-        group.links.create_hard(name, group, existing)
+        self._objects.append(_Object("name", group, name, value=existing))
 
-    def add_text(self, parent: h5g.GroupID, name: bytes, texts: Sequence[bytes], shape: tuple[int, ...]) -> None:
+    def add_text(self, parent: int, name: bytes, texts: Sequence[bytes], shape: tuple[int, ...]) -> None:
         """Store UTF-8 texts, each as long as the longest."""
-        longest = max(map(len, texts), default=0)
-        fixed = np.array(texts, dtype=f"S{max(1, longest)}").reshape(shape)
-        self.add_array(parent, name, fixed, text_type(longest))
+        kind = _text_kind(max(map(len, texts), default=0))
+        self.add_array(parent, name, np.array(texts, dtype=kind[1]).reshape(shape), kind)
 
-    def add_attribute(self, owner: h5g.GroupID | h5d.DatasetID, name: str, value: int | str) -> None:
-        """Store one number or text."""
-        if isinstance(value, int):
-            kind, data = h5t.STD_I64LE, np.array(value, dtype="<i8")
-        else:
-            encoded = value.encode()
-            kind, data = text_type(len(encoded)), np.array(encoded, dtype=f"S{max(1, len(encoded))}")
-        h5a.create(owner, name.encode(), kind, self._scalar).write(data, mtype=kind)
+    def add_attribute(self, owner: int, name: str, value: int | str, *, changes: bool = False) -> None:
+        """Store one number or text.
 
-    def _write(self, view: memoryview, offset: int, digest: xxhash.xxh3_128 | None = None) -> None:
-        begun = offset
-        while len(view):
-            if offset - begun >= PIECE:
-                self._begin_writeback(begun, offset)
-                begun = offset
-            piece = view[: PIECE if digest is None else HASHED_PIECE]
-            if digest is not None:
-                digest.update(piece)
-            while len(piece):
-                done = os.pwrite(self._descriptor, piece, offset)
-                piece, view, offset = piece[done:], view[done:], offset + done
-
-    def _begin_writeback(self, start: int, stop: int) -> None:
-        """Let the disk begin, instead of waiting for the sync: Linux writes what it is told that it may forget.
-
-        Measured with benchmarks/write.py: 1.2 times as fast as plain writes and a sync, against 0.9 without.
+        Args:
+            owner: Group or dataset that gets it.
+            name: Of the attribute.
+            value: An integer of 64 bits, or text.
+            changes: It has another value in the next file.
         """
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+        if isinstance(value, int):
+            kind, data = ("", "<i8"), value.to_bytes(8, "little", signed=True)
+        else:
+            data = value.encode() or b"\0"
+            kind = _text_kind(len(data))
+        self._objects.append(_Object("attribute", owner, name.encode(), kind, value=None if changes else data))
+        if changes:
+            self._values.append(data)
+
+    def pieces(self, layouts: Layouts) -> tuple[list[Piece], int]:
+        """Lay the file out.
+
+        Returns:
+            Offset and bytes of all that is in it, and its size in bytes. What lies between pieces is undefined.
+        """
+        layout = layouts.of(tuple(self._objects), self._values)
+        metadata: Sequence[tuple[int, bytes | memoryview]] = layout.metadata
+        if layout.patches is not None:
+            metadata = layout.patches.apply(self._values)
+        data = [(at, flat_bytes(a)) for at, a in zip(layout.offsets, self._arrays, strict=True) if a.size]
+        return [*data, *((offset, memoryview(block)) for offset, block in metadata)], layout.size
+
+    def _next(self) -> int:
+        self._owners += 1
+        return self._owners - 1
+
+
+def _text_kind(nbytes: int) -> Kind:
+    return "text", f"S{max(1, nbytes)}"
+
+
+def _mark(number: int, nbytes: int) -> bytes:
+    """Make bytes that a file has once, to find them again."""
+    digest = xxhash.xxh3_128_hexdigest(b"attribute %d" % number)
+    return (digest * (1 + nbytes // len(digest)))[:nbytes].encode()
+
+
+def _lay_out(objects: Sequence[_Object], values: Sequence[bytes]) -> _Layout:
+    """Let HDF5 lay out a file."""
+    journal, changing = Journal(), iter(values)
+    access, creation = h5p.create(h5p.FILE_ACCESS), h5p.create(h5p.FILE_CREATE)
+    # v108 gives headers with checksums that every reader since 1.8 opens; HDF5's own default gives none.
+    access.set_libver_bounds(h5f.LIBVER_V18, h5f.LIBVER_V110)
+    access.set_alignment(65536, PAGE)
+    access.set_fclose_degree(h5f.CLOSE_STRONG)
+    access.set_fileobj_driver(h5fd.fileobj_driver, journal)
+    # Attributes of the root beyond eight would move out of its header.
+    creation.set_attr_phase_change(32, 0)
+    contiguous, scalar, grouped = h5p.create(h5p.DATASET_CREATE), h5s.create(h5s.SCALAR), h5p.create(h5p.GROUP_CREATE)
+    for properties in (creation, grouped, contiguous):
+        properties.set_obj_track_times(False)
+    contiguous.set_layout(h5d.CONTIGUOUS)
+    contiguous.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    contiguous.set_fill_time(h5d.FILL_TIME_NEVER)
+    offsets: list[int] = []
+    file = h5f.create(b"segment in memory", h5f.ACC_TRUNC, fcpl=creation, fapl=access)
+    try:
+        owners: list[Any] = [h5g.open(file, b"/")]
+        for what, owner, name, kind, shape, value in objects:
+            if what == "group":
+                owners.append(h5g.create(owners[owner], name, gcpl=grouped))
+            elif what == "name":
+                owners[owner].links.create_hard(name, owners[owner], value)
+            elif what == "attribute":
+                data = np.frombuffer(next(changing) if value is None else value, dtype=kind[1]).reshape(())
+                hdf5 = _hdf5_type(kind)
+                h5a.create(owners[owner], name, hdf5, scalar).write(data, mtype=hdf5)
+            else:
+                space = h5s.create_simple(shape) if shape else scalar
+                owners.append(h5d.create(owners[owner], name, _hdf5_type(kind), space, contiguous))
+                offsets.append(owners[-1].get_offset() or 0)
+        owners.clear()
+    finally:
+        file.close()
+    return _Layout(tuple(offsets), journal.final(), journal.size, None)
+
+
+def _hdf5_type(kind: Kind) -> h5t.TypeID:
+    return text_type(int(kind[1][1:])) if kind[0] == "text" else tensor_type(*kind)
 
 
 def flat_bytes(array: npt.NDArray[Any]) -> memoryview:

@@ -30,6 +30,9 @@ estimated norm 1/sqrt(2k) = 4.5 %). Source: the project's statistics study, sect
 SAMPLES = 64
 """Sampled values per tensor; the custom of the pull requests this tool serves (huggingface/peft#3712)."""
 
+PAGE = 4096
+"""Bytes: a block of any disk and a page of memory divide it; large datasets begin at a multiple of it."""
+
 RANK_FOLDER = re.compile(r"rank(\d{5})")
 SEGMENT_FILE = re.compile(r"step(\d{8})\.h5")
 PACKED_FOLDER = "packed"

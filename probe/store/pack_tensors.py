@@ -17,8 +17,9 @@ import numpy as np
 import xxhash
 from h5py import h5d, h5p, h5s
 
+from probe.store.disk import PIECE
 from probe.store.dtypes import BITS
-from probe.store.image import PIECE, tensor_type, text_type
+from probe.store.image import tensor_type, text_type
 from probe.store.tensors import Whole
 
 CHUNK = 1 << 20

@@ -9,12 +9,10 @@ tensor are checked against their digests. This module must not know how values a
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -45,11 +43,6 @@ from probe.store.twins import Twins
 
 _DECODER = Decoder()
 """One for all captures: runs of one job share their names, and what is the same object is compared at once."""
-
-_LEARNED: WeakValueDictionary[str, Twins] = WeakValueDictionary()
-"""What was learned of the captures that are open, by their token: a forked process has it too."""
-_SENT: deque[Twins] = deque(maxlen=64)
-"""Of captures that another process sent here. Work comes in pieces, each of which brings its captures anew."""
 
 
 def open_capture(path: Path | str) -> Capture:
@@ -97,21 +90,11 @@ class Capture:
         self.ranks = tuple(sorted(self._steps))
         self.problems = (*unreadable, *find_problems(path, self.manifest, self._steps))
         self._names: dict[int, tuple[tuple[Key, ...], tuple[str, ...]]] = {}
-        self._token = os.urandom(16).hex()
-        self._twins = _LEARNED[self._token] = Twins()
+        self._twins = Twins()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was learned, and name the folder so that a process elsewhere finds it."""
-        return self.__dict__ | {"path": self.path.absolute(), "_twins": None, "_names": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what this process has learned of the capture, from an earlier piece of work or before it was forked."""
-        self.__dict__.update(state)
-        known = _LEARNED.get(self._token)
-        if known is None:
-            known = _LEARNED[self._token] = Twins()
-            _SENT.append(known)
-        self._twins = known
+        return self.__dict__ | {"path": self.path.absolute(), "_twins": Twins(), "_names": {}}
 
     def steps(self, rank: int) -> tuple[int, ...]:
         """List the steps that a rank recorded, ascending."""
@@ -133,6 +116,14 @@ class Capture:
         return sum(
             file.stat().st_size for file in {self.file(rank, s) for rank in self.ranks for s in self.steps(rank)}
         )
+
+    @property
+    def may_keep_tensors(self) -> bool:
+        """Whether the run was asked to keep tensors whole; where nothing says so, it may have been."""
+        config = self.manifest.get("config")
+        plan = config.get("plan") if isinstance(config, dict) else None
+        record = plan.get("record") if isinstance(plan, dict) else None
+        return not isinstance(record, dict) or "full" not in record or bool(record["full"])
 
     def rows(self, rank: int, step: int) -> StepRows:
         """Read the rows of one step, without its tensors.
@@ -167,15 +158,15 @@ class Capture:
             except (ValueError, KeyError, IndexError) as error:
                 raise opened.file.refusal("its tables", f"contradict each other: {error}") from error
 
-    def keeps_tensors(self, rank: int, step: int) -> bool:
-        """Tell whether any tensor of a step is kept whole."""
+    def tables(self, rank: int, step: int) -> Tables:
+        """Read the tables of a step, without HDF5 where their places are known."""
         tables = self._twins.tables(self.file(rank, step), self._identity(rank, step))
         if tables is None:
             with self.open_step(rank, step) as opened:
                 tables = opened.tables()
                 if opened.packed is None:
                     self._twins.learn(opened.file)
-        return any(tables["tensor"])
+        return tables
 
     def tensor_keys(self, rank: int, step: int) -> tuple[Key, ...]:
         """List the quantities of a step whose tensors are kept whole, in order of first execution."""

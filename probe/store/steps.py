@@ -5,6 +5,7 @@ This module must not know rows, nor where files lie in a capture.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from probe.errors import CaptureFormatError
@@ -43,10 +44,16 @@ class StepFile:
 
     def tensor(self, link: bytes) -> Whole:
         """Find a tensor kept whole by its link name, from the table `tensor`."""
+        return self.tensors([link])[0]
+
+    def tensors(self, links: Sequence[bytes]) -> list[Whole]:
+        """Find several of them."""
+        if not links:
+            return []
         group = self.file.group(self.file.root, b"tensors")
         if self.packed is not None:
             group = self.file.group(group, step_group(self.step))
-        return Whole(self.file, group, link)
+        return [Whole(self.file, group, link) for link in links]
 
 
 def segment_tables(segment: Segment) -> Tables:

@@ -1,6 +1,7 @@
 """Read tensors kept whole, in C order and piece by piece, from segments and packed files alike.
 
-Contiguous data is read directly: HDF5 has said where it lies, and the guard that it lies inside the file. Chunks go
+Contiguous data is read directly: HDF5 has said where it lies, and the guard that it lies inside the file. Where that is
+known, the tensor can be read without HDF5, by any process: its digest tells whether it still lies there. Chunks go
 through HDF5. This module must not know which quantity a tensor is.
 """
 
@@ -11,19 +12,62 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
-from h5py import h5d, h5g, h5s
+from h5py import h5g, h5s
 
 from probe.store.dtypes import BITS
-from probe.store.guard import Segment
+from probe.store.guard import Segment, Sort
 from probe.store.image import tensor_type
 from probe.store.layout import FullTensor
 
 _BLOCK = 1 << 20
 """Bytes that are read and hashed at once, while they are in the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A tensor that lies in one piece: all that reading it takes."""
+
+    path: Path
+    sort: Sort
+    """Of the file."""
+    name: str
+    """What messages call the tensor."""
+    dtype: str
+    """torch's name of the element type."""
+    shape: tuple[int, ...]
+    digest: str
+    """What the file says that the bits have."""
+    offset: int
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return np.dtype(BITS[self.dtype]).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.item
+
+    @contextmanager
+    def reader(self) -> Iterator[Reader]:
+        """Start reading."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield Reader(self, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def check(self, digest: xxhash.xxh3_128) -> None:
+        """Refuse bits that do not have the digest that the file gives."""
+        if digest.hexdigest() != self.digest:
+            raise self.sort.damage(self.path, f"tensor {self.name!r} does not have its digest")
 
 
 class Whole:
@@ -32,12 +76,13 @@ class Whole:
     def __init__(self, file: Segment, group: h5g.GroupID, link: bytes) -> None:
         """Find it; see `probe.store.guard` for what is refused."""
         self._file = file
-        self._name = link.decode("utf-8", "replace")
-        dtype = file.text(file.dataset(group, link), "probe_dtype")
+        name = link.decode("utf-8", "replace")
+        self._dataset = file.dataset(group, link)
+        dtype = file.text(self._dataset, "probe_dtype")
         if dtype not in BITS:
-            raise file.refusal(f"dataset {self._name!r}", f"has dtype {dtype!r}, which version 1 does not have")
+            raise file.refusal(f"dataset {name!r}", f"has dtype {dtype!r}, which version 1 does not have")
         self._kind = tensor_type(dtype, BITS[dtype])
-        self._dataset = file.typed(group, link, self._kind)
+        file.require_type(self._dataset, link, self._kind)
         self.dtype = dtype
         """torch's name of the element type."""
         self.shape: tuple[int, ...] = tuple(map(int, self._dataset.shape))
@@ -46,15 +91,27 @@ class Whole:
         self.nbytes = math.prod(self.shape) * self.item
         self.digest = file.text(self._dataset, "xxh3_128")
         """What the file says that the bits have."""
+        offset = self._dataset.get_offset() if self.nbytes else 0
+        self.contiguous = offset is not None
+        """It lies in one piece, at `placed`; else in chunks."""
+        self.placed = Placed(
+            path=file.path,
+            sort=file.sort,
+            name=name,
+            dtype=dtype,
+            shape=self.shape,
+            digest=self.digest,
+            offset=offset or 0,
+        )
 
     @contextmanager
-    def reader(self) -> Iterator[Reader]:
+    def reader(self) -> Iterator[Reader | ChunkReader]:
         """Start reading."""
-        descriptor = os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield Reader(self, descriptor)
-        finally:
-            os.close(descriptor)
+        if self.contiguous:
+            with self.placed.reader() as reader:
+                yield reader
+        else:
+            yield ChunkReader(self)
 
     def read(self) -> FullTensor:
         """Read all of it into memory, and check its digest."""
@@ -80,21 +137,16 @@ class Whole:
 
     def check(self, digest: xxhash.xxh3_128) -> None:
         """Refuse bits that do not have the digest that the file gives."""
-        if digest.hexdigest() != self.digest:
-            raise self._file.damage(f"tensor {self._name!r} does not have its digest")
+        self.placed.check(digest)
 
 
 class Reader:
-    """Where reading a tensor is."""
+    """Where reading a contiguous tensor is."""
 
-    def __init__(self, tensor: Whole, descriptor: int) -> None:
+    def __init__(self, tensor: Placed, descriptor: int) -> None:
         self._tensor = tensor
         self._descriptor = descriptor
-        dataset = tensor._dataset
-        chunked = dataset.get_create_plist().get_layout() == h5d.CHUNKED
-        self._offset: int = 0 if chunked or not tensor.nbytes else dataset.get_offset()
-        self._chunks = _chunks(tensor) if chunked and tensor.nbytes else None
-        self._left = memoryview(b"")
+        self._offset = tensor.offset
 
     def fill(self, view: memoryview) -> None:
         """Read the next bytes, as many as fit.
@@ -103,17 +155,34 @@ class Reader:
             CaptureFormatError: The file ends before them.
         """
         while len(view):
-            if self._chunks is None:
-                done = os.preadv(self._descriptor, [view], self._offset)
-                self._offset += done
-            else:
-                if not len(self._left):
-                    self._left = next(self._chunks, self._left)
-                done = min(len(view), len(self._left))
-                view[:done], self._left = self._left[:done], self._left[done:]
+            done = os.preadv(self._descriptor, [view], self._offset)
             if not done:
-                file = self._tensor._file
-                raise type(file.damage(""))(f"{file.sort.name} {file.path} is truncated. {file.sort.again}.")
+                raise self._tensor.sort.truncated(self._tensor.path)
+            self._offset += done
+            view = view[done:]
+
+
+class ChunkReader:
+    """Where reading a tensor in chunks is."""
+
+    def __init__(self, tensor: Whole) -> None:
+        self._tensor = tensor
+        self._chunks = _chunks(tensor)
+        self._left = memoryview(b"")
+
+    def fill(self, view: memoryview) -> None:
+        """Read the next bytes, as many as fit.
+
+        Raises:
+            CaptureFormatError: The chunks end before them.
+        """
+        while len(view):
+            if not len(self._left):
+                self._left = next(self._chunks, self._left)
+            done = min(len(view), len(self._left))
+            view[:done], self._left = self._left[:done], self._left[done:]
+            if not done:
+                raise self._tensor.placed.sort.truncated(self._tensor.placed.path)
             view = view[done:]
 
 

@@ -1,8 +1,9 @@
 """Read segments that lie in their files as one that was read before does, without asking HDF5 again.
 
-A run's segments differ in their numbers and hardly ever in their layout. Opening one with HDF5 and looking at every
-header takes six times as long as reading and checking its tables. So the places where the tables and the attributes of
-a segment were found are remembered, and a file of the same size is read at these places. Nothing is taken on trust:
+A run's segments differ in their numbers and hardly ever in their layout, and those of another run of the job do not
+either. Opening one with HDF5 and looking at every header takes six times as long as reading and checking its tables.
+So the places where the tables and the attributes of a segment were found are remembered for as long as the process
+lives, and a file of the same size is read at these places, whichever capture it is in. Nothing is taken on trust:
 the identity that stands there must be the one that is wanted, and the tables must have the digest that stands there;
 if not, or if anything else is unusual, the answer is None and HDF5 is asked. This module must not know what the
 tables mean.
@@ -10,6 +11,7 @@ tables mean.
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import struct
@@ -30,7 +32,9 @@ from probe.store.rows import LastingTexts
 Tables = dict[str, Any]
 
 KEPT = 32
-"""Layouts that are remembered: a run has a few, for its first step has more rows."""
+"""Layouts that are learned of one capture: a run has a few, for its first step has more rows."""
+REMEMBERED = 64
+"""Layouts of all captures that are remembered; the oldest is forgotten first."""
 _NEAR = 1 << 16
 """Bytes behind the last table, and at the end of the file, in which the attributes are looked for."""
 _GAP = 1 << 13
@@ -93,19 +97,25 @@ class _Layout:
     """What the index of each table of vectors was last time, and where it says that they belong."""
 
 
+_known: list[tuple[int, _Layout]] = []
+"""Size of a file, and a layout that one of that size had. Threads share it, so it is only added to and cut."""
+
+
 class Twins:
-    """The layouts that segments of one capture have been seen in."""
+    """Reads segments of one capture in the layouts that are known."""
 
     def __init__(self) -> None:
-        self._layouts: dict[int, list[_Layout]] = {}
+        self._learned = 0
 
     def learn(self, segment: Segment) -> None:
         """Remember where things lie in a segment that was read and found sound."""
-        if sum(map(len, self._layouts.values())) >= KEPT:
-            return
+        if self._learned >= KEPT:
+            return  # a run whose layout never stays the same
         layout = _layout(segment)
         if layout is not None:
-            self._layouts.setdefault(segment.size, []).append(layout)
+            self._learned += 1
+            _known.append((segment.size, layout))
+            del _known[:-REMEMBERED]
 
     def tables(self, path: Path, identity: dict[str, int | str]) -> Tables | None:
         """Read the tables of a segment without their step axis, `sketch` and `sample` spread over all rows.
@@ -119,7 +129,7 @@ class Twins:
         """
         try:
             status = os.stat(path)
-            layouts = self._layouts.get(status.st_size)
+            layouts = [layout for size, layout in _known if size == status.st_size]
             if not layouts or not stat.S_ISREG(status.st_mode):
                 return None
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -142,7 +152,7 @@ def _layout(segment: Segment) -> _Layout | None:
         item = dataset.get_type().get_size()
         code = f"S{item}" if table.code == "S" else table.code
         shape = tuple(map(int, dataset.shape))
-        place = _Place(dataset.get_offset() or 0, item * int(np.prod(shape, dtype=np.int64)))
+        place = _Place(dataset.get_offset() or 0, item * math.prod(shape))
         tables[table.name] = (place, shape[1:] if table.axes.startswith("S") else shape, code)
     stored = [place for place, _, _ in tables.values() if place.nbytes]
     if not stored:
@@ -185,7 +195,7 @@ def _layout(segment: Segment) -> _Layout | None:
 
 
 def _attributes(segment: Segment, stored: list[_Place]) -> dict[str, _Place] | None:
-    """Find where the attributes of `/` lie: between the tables, behind them or at the end of the file."""
+    """Find where the attributes of `/` lie: before, between or behind the tables, or at the end of the file."""
     root = segment.root
     values: dict[str, int | str] = {name: segment.text(root, name) for name in _TEXTS}
     values |= {name: segment.number(root, name) for name in _NUMBERS}
@@ -193,13 +203,12 @@ def _attributes(segment: Segment, stored: list[_Place]) -> dict[str, _Place] | N
     if stop - start > 2 * sum(place.nbytes for place in stored) + _NEAR:
         return None  # tensors between the tables
     stop = min(stop + _NEAR, segment.size)
-    windows = [(start, stop)]
+    windows = [(0 if start <= _NEAR else start, stop)]
     if stop < segment.size:
         windows.append((max(stop, segment.size - _NEAR), segment.size))
     found: dict[str, list[_Place]] = {name: [] for name in values}
     with open(segment.path, "rb") as file:
-        # What a table holds is no attribute, and looking through all tables takes longer than reading them.
-        for begin, end in (gap for window in windows for gap in _gaps(window, stored)):
+        for begin, end in (gap for window in windows for gap in _gaps(stored, *window)):
             file.seek(begin)
             around = file.read(end - begin)
             for name, value in values.items():
@@ -209,15 +218,14 @@ def _attributes(segment: Segment, stored: list[_Place]) -> dict[str, _Place] | N
     return {name: place for name, (place,) in found.items()}
 
 
-def _gaps(window: tuple[int, int], stored: list[_Place]) -> Iterator[tuple[int, int]]:
-    """Find what lies between the tables in a part of the file."""
-    begin, stop = window
+def _gaps(stored: list[_Place], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """List what lies between the tables: what a table holds is no attribute."""
     for place in sorted(stored):
-        if begin < min(place.offset, stop):
-            yield begin, min(place.offset, stop)
+        if begin < place.offset < end:
+            yield begin, place.offset
         begin = max(begin, place.end)
-    if begin < stop:
-        yield begin, stop
+    if begin < end:
+        yield begin, end
 
 
 def _messages(around: bytes, name: str, data: bytes) -> Iterator[_Place]:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from probe.errors import CaptureError
+from probe.store import disk
 from probe.store.dtypes import BITS
 from probe.store.folder import count, create_capture, now, sync_folder, write_json, write_manifest
-from probe.store.image import Image, bits_digest, tables_digest, tensor_type
+from probe.store.image import Image, Layouts, bits_digest, tables_digest
 from probe.store.layout import (
     END_FILE,
     FORMAT_MINOR,
@@ -27,7 +26,6 @@ from probe.store.layout import (
     TABLES,
     TABLES_HASH,
     UNFINISHED,
-    FullTensor,
     StepRows,
     rank_folder,
     segment_file,
@@ -74,6 +72,7 @@ class RankWriter:
         self._process = os.getpid()
         self._written: list[_Written] = []
         self._encoder = Encoder()
+        self._layouts = Layouts()
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._folder.mkdir()  # exclusive on every file system, NFS too
@@ -181,20 +180,13 @@ class RankWriter:
             )
 
     def _write_file(self, unfinished: Path, rows: StepRows) -> int:
-        descriptor = os.open(unfinished, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        try:
-            image = Image(descriptor)
-            try:
-                self._lay_out(image, rows)
-                nbytes = image.finish()
-            finally:
-                image.close()
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        image = Image()
+        self._fill(image, rows)
+        pieces, nbytes = image.pieces(self._layouts)
+        disk.write(unfinished, pieces, nbytes)
         return nbytes
 
-    def _lay_out(self, image: Image, rows: StepRows) -> None:
+    def _fill(self, image: Image, rows: StepRows) -> None:
         links = self._encoder.links(rows)
         tables = self._encoder.tables(rows, links)
         attributes: dict[str, int | str] = {
@@ -204,9 +196,6 @@ class RankWriter:
             "run_id": self.run_id,
             "rank": self.rank,
             "world_size": self.world_size,
-            "first_step": rows.step,
-            "last_step": rows.step,
-            "created_utc": now(),
         }
         for table in TABLES:
             data: Any = tables[table.name]
@@ -217,30 +206,29 @@ class RankWriter:
                 # the digest is over what is stored, not over what was given
                 array = tables[table.name] = data.astype(table.code, copy=False)
                 array = array.reshape((*step_axis, *array.shape))
-                image.add_array(image.root, table.name.encode(), array, tensor_type("", table.code))
-        for name, value in (attributes | {TABLES_HASH: tables_digest(tables)}).items():
+                image.add_array(image.root, table.name.encode(), array, ("", table.code))
+        for name, value in attributes.items():
             image.add_attribute(image.root, name, value)
+        changing: dict[str, int | str] = {
+            "first_step": rows.step,
+            "last_step": rows.step,
+            "created_utc": now(),
+            TABLES_HASH: tables_digest(tables),
+        }
+        for name, value in changing.items():
+            image.add_attribute(image.root, name, value, changes=True)
         if not links:
             return
         group = image.add_group(image.root, b"tensors")
-        stored: dict[tuple[Any, ...], dict[str, bytes]] = {}
+        stored: dict[tuple[Any, ...], bytes] = {}
         for key, link in links.items():
             tensor = rows.tensors[key]
+            digest = bits_digest(tensor.bits)
             # A module often returns what its last child returned: one dataset, and a name for each.
-            alike = stored.setdefault(_looks(tensor), {})
-            same = alike.get(bits_digest(tensor.bits)) if alike else None
-            if same is not None:
+            same = stored.setdefault((tensor.dtype, tensor.bits.shape, digest), link)
+            if same is not link:
                 image.add_name(group, same, link)
                 continue
-            digest = xxhash.xxh3_128()
-            kind = tensor_type(tensor.dtype, BITS[tensor.dtype])
-            dataset = image.add_array(group, link, tensor.bits, kind, digest)
-            alike[digest.hexdigest()] = link
+            dataset = image.add_array(group, link, tensor.bits, (tensor.dtype, BITS[tensor.dtype]))
             image.add_attribute(dataset, "probe_dtype", tensor.dtype)
-            image.add_attribute(dataset, "xxh3_128", digest.hexdigest())
-
-
-def _looks(tensor: FullTensor) -> tuple[Any, ...]:
-    """Return what tensors of the same bits share and others hardly ever do; else all would be hashed twice."""
-    flat = tensor.bits.reshape(-1)
-    return tensor.dtype, tensor.bits.shape, flat[:16].tobytes(), flat[-16:].tobytes()
+            image.add_attribute(dataset, "xxh3_128", digest, changes=True)
