@@ -10,15 +10,17 @@ Shapes: S steps, Q quantities of all steps, T, R and P the most texts, sketches 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from h5py import h5d, h5s, h5t
 
-from probe.store.guard import PACKED, Segment, open_segment
+from probe.store.guard import PACKED, Segment, Sort, open_segment
 from probe.store.image import Texts, tables_digest, tensor_type
 from probe.store.layout import TABLES, Table
 from probe.store.rows import Tables
@@ -32,6 +34,10 @@ STEPPED = tuple(table for table in TABLES if table.axes.startswith("S"))
 are."""
 COUNTED = ("text", "sketch", "sample")
 """Columns of `stored` [S, 3]."""
+
+
+KEPT = 64
+"""Columns of texts that are remembered: a run has eight, and few others where its plan or its model changes."""
 
 
 def step_group(step: int) -> bytes:
@@ -62,16 +68,17 @@ class Index:
 
 
 class Packed:
-    """The packed steps of one rank. Holds no file open."""
+    """Packed steps of one rank. Holds no file open."""
 
-    def __init__(self, path: Path, *, run_id: str, rank: int, world_size: int) -> None:
+    def __init__(self, path: Path, *, run_id: str, rank: int, world_size: int, sort: Sort = PACKED) -> None:
         """Look at the steps; see `open_segment` for what is refused."""
         self.path = path
+        self.sort = sort
         self._identity: dict[str, int | str] = {"run_id": run_id, "rank": rank, "world_size": world_size}
         self._state: tuple[int, ...] = ()
         self._index: Index | None = None
         self._lock = threading.Lock()
-        with open_segment(path, PACKED) as file:
+        with open_segment(path, sort) as file:
             self.require_identity(file)
             self.steps = tuple(map(int, file.array(file.root, b"step", h5t.STD_I64LE, "<i8").tolist()))
             if list(self.steps) != sorted(set(self.steps)):
@@ -144,7 +151,7 @@ class Packed:
 def _read_index(file: Segment) -> Index:
     names: Tables = {}
     for table in NAMES:
-        names[table.name] = _texts(file, table.name) if table.code == "S" else _numbers(file, table)
+        names[table.name] = _shared(_texts(file, table.name)) if table.code == "S" else _numbers(file, table)
     lengths = {len(column) for column in names.values()}
     if len(lengths) != 1:
         raise file.refusal("its tables", f"contradict each other: names of {sorted(lengths)} quantities")
@@ -153,11 +160,27 @@ def _read_index(file: Segment) -> Index:
     return Index(
         steps={step: Stated(*said) for step, *said in zip(steps, digests, created, strict=True)},
         names=names,
-        listed={table.name: _texts(file, table.name) for table in LISTED},
+        listed={table.name: _shared(_texts(file, table.name)) for table in LISTED},
     )
 
 
-def _texts(file: Segment, name: str) -> list[bytes]:
+_KNOWN: OrderedDict[bytes, Texts] = OrderedDict()
+"""Columns of texts, by their digests, those that were used last at the end."""
+_KNOWN_LOCK = threading.Lock()
+
+
+def _shared(texts: Texts) -> Texts:
+    """Return the same object for the same texts: a run has many packed files, and their names are the same."""
+    digest = xxhash.xxh3_128_digest(texts.joined)
+    with _KNOWN_LOCK:
+        known = _KNOWN.setdefault(digest, texts)
+        _KNOWN.move_to_end(digest)
+        if len(_KNOWN) > KEPT:
+            _KNOWN.popitem(last=False)
+    return known
+
+
+def _texts(file: Segment, name: str) -> Texts:
     return file.texts(file.root, name.encode())[0]
 
 

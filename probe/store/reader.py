@@ -2,15 +2,16 @@
 
 Opening looks at file names, the JSON files and the steps of packed files alone, so that a capture of thousands of
 segments opens at once and one that is damaged still says what it holds. A step that is both packed and there as a
-segment is read from its segment. What cannot be trusted is an error, never a value: the tables of a step and every
-tensor are checked against their digests. This module must not know how values are compared.
+segment is read from its segment. A run that goes on may fold the segments of a capture that is open: what has gone is
+looked for again. What cannot be trusted is an error, never a value: the tables of a step and every tensor are checked
+against their digests. This module must not know how values are compared.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import xxhash
 from probe.errors import CaptureError, CaptureFormatError, listed
 from probe.point import Key
 from probe.store.dtypes import BITS, widen
-from probe.store.guard import PACKED, open_segment
+from probe.store.guard import FOLDED, PACKED, Sort, open_segment
 from probe.store.layout import (
+    FOLDED_FILE,
     FORMAT_CAPTURE,
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -81,12 +83,11 @@ class Capture:
         self.manifest = _manifest(path)
         self.run_id = self.manifest["run_id"]
         self.world_size = self.manifest["world_size"]
-        self._segments = _segments(path)
-        self._packed, unreadable = _packed(path, self.run_id, self.world_size)
-        self._steps = {
-            rank: tuple(sorted({*self.segments(rank), *self.packed_steps(rank)}))
-            for rank in {*self._segments, *self._packed}
-        }
+        # Segments first: a step that is folded meanwhile is found twice, and never missed.
+        self._segments = {rank: _segments(path, rank) for rank in _ranks(path)}
+        self._packed, unreadable = self._open_packed(_packed_files(path, self._segments))
+        self._places = {rank: self._places_of(rank) for rank in {*self._segments, *self._packed}}
+        self._steps = {rank: tuple(sorted(places)) for rank, places in self._places.items()}
         self.ranks = tuple(sorted(self._steps))
         self.problems = (*unreadable, *find_problems(path, self.manifest, self._steps))
         self._twins = Twins()
@@ -105,16 +106,19 @@ class Capture:
         """List the steps of a rank that are there as segments."""
         return self._segments.get(rank, ())
 
-    def packed_steps(self, rank: int) -> tuple[int, ...]:
-        """List the steps of a rank that are packed."""
-        return self._packed[rank].steps if rank in self._packed else ()
+    def packed(self, rank: int) -> tuple[Packed, ...]:
+        """List the packed files of a rank: those made while it recorded, then the one that `probe pack` made."""
+        return self._packed.get(rank, ())
 
     @property
     def nbytes(self) -> int:
-        """Size of all segments and packed files."""
-        return sum(
-            file.stat().st_size for file in {self.file(rank, s) for rank in self.ranks for s in self.steps(rank)}
-        )
+        """Size of all segments and packed files; none for what has gone since the capture was opened."""
+        return sum(_size(file) for file in {self.file(rank, s) for rank in self.ranks for s in self.steps(rank)})
+
+    def step_nbytes(self, rank: int, step: int) -> int:
+        """Return what a step takes of the file that holds it; packed steps take the same each."""
+        held = self._places[rank][step]
+        return _size(self.file(rank, step)) // (1 if held is None else len(held.steps))
 
     def rows(self, rank: int, step: int) -> StepRows:
         """Read the rows of one step, without its tensors.
@@ -192,27 +196,68 @@ class Capture:
 
     @contextmanager
     def open_step(self, rank: int, step: int) -> Iterator[StepFile]:
-        """Open the file that holds a step: its segment, or else the rank's packed file."""
-        path = self.file(rank, step)
-        if step in self.segments(rank):
+        """Open the file that holds a step: its segment, or else a packed file."""
+        with ExitStack() as opened:
+            try:
+                found = opened.enter_context(self._opened(rank, step))
+            except CaptureError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+                self._look_again(rank)
+                found = opened.enter_context(self._opened(rank, step))
+            yield found
+
+    @contextmanager
+    def _opened(self, rank: int, step: int) -> Iterator[StepFile]:
+        path, packed = self.file(rank, step), self._places[rank][step]
+        if packed is None:
             with open_segment(path) as segment:
                 require_segment(segment, self._identity(rank, step))
                 yield StepFile(segment, step)
         else:
-            packed = self._packed[rank]
-            with open_segment(path, PACKED) as file:
+            with open_segment(path, packed.sort) as file:
                 packed.require_identity(file)
                 yield StepFile(file, step, packed)
 
     def file(self, rank: int, step: int) -> Path:
         """Return the file that holds a step."""
         steps = self.steps(rank)
-        if step not in steps:
+        if step not in self._places[rank]:
             has = steps_in_words(steps)
             raise CaptureError(f"Rank {rank} of capture {self.path} has no step {step}; it has {has}.")
-        if step in self.segments(rank):
-            return self.path / rank_folder(rank) / segment_file(step)
-        return self._packed[rank].path
+        packed = self._places[rank][step]
+        return self.path / rank_folder(rank) / segment_file(step) if packed is None else packed.path
+
+    def _open_packed(
+        self, files: Iterable[tuple[int, Path, Sort]]
+    ) -> tuple[dict[int, tuple[Packed, ...]], tuple[str, ...]]:
+        """Look at the steps of packed files, and say of each that cannot be read why."""
+        packed: dict[int, tuple[Packed, ...]] = {}
+        problems = []
+        for rank, file, sort in files:
+            try:
+                found = Packed(file, run_id=self.run_id, rank=rank, world_size=self.world_size, sort=sort)
+            except CaptureError as error:
+                problems.append(f"rank {rank} has a packed file that cannot be read: {error}")
+            else:
+                packed[rank] = (*packed.get(rank, ()), found)
+        return packed, tuple(problems)
+
+    def _places_of(self, rank: int) -> dict[int, Packed | None]:
+        """Map each step to the packed file that holds it, or to None where it has a segment."""
+        places: dict[int, Packed | None] = dict.fromkeys(self.segments(rank))
+        for packed in self.packed(rank):
+            for step in packed.steps:
+                places.setdefault(step, packed)
+        return places
+
+    def _look_again(self, rank: int) -> None:
+        """Find where the steps of a rank lie now; steps recorded since the capture was opened are no part of it."""
+        self._segments[rank] = _segments(self.path, rank)
+        packed, _ = self._open_packed(each for each in _packed_files(self.path, (rank,)) if each[0] == rank)
+        self._packed[rank] = packed.get(rank, ())
+        now = self._places_of(rank)
+        self._places[rank] = {step: now.get(step, before) for step, before in self._places[rank].items()}
 
     def _identity(self, rank: int, step: int) -> dict[str, int | str]:
         return {
@@ -295,28 +340,36 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _segments(path: Path) -> dict[int, tuple[int, ...]]:
-    """List the steps of each rank by file names; what has another name is no part of the capture."""
-    ranks: dict[int, tuple[int, ...]] = {}
-    with os.scandir(path) as folders:
-        for folder in folders:
-            rank = RANK_FOLDER.fullmatch(folder.name)
-            if rank and folder.is_dir():
-                steps = (SEGMENT_FILE.fullmatch(name) for name in os.listdir(folder))
-                ranks[int(rank[1])] = tuple(sorted(int(step[1]) for step in steps if step))
-    return ranks
+def _ranks(path: Path) -> list[int]:
+    """List the ranks that have a folder; what has another name is no part of the capture."""
+    with os.scandir(path) as entries:
+        folders = [entry.name for entry in entries if RANK_FOLDER.fullmatch(entry.name) and entry.is_dir()]
+    return sorted(int(name.removeprefix("rank")) for name in folders)
 
 
-def _packed(path: Path, run_id: str, world_size: int) -> tuple[dict[int, Packed], tuple[str, ...]]:
-    """List the packed file of each rank, and say of each that cannot be read why."""
-    ranks: dict[int, Packed] = {}
-    problems = []
+def _segments(path: Path, rank: int) -> tuple[int, ...]:
+    """List the steps of a rank by file names."""
+    steps = (SEGMENT_FILE.fullmatch(name) for name in _names(path / rank_folder(rank)))
+    return tuple(sorted(int(step[1]) for step in steps if step))
+
+
+def _packed_files(path: Path, ranks: Iterable[int]) -> list[tuple[int, Path, Sort]]:
+    """List the packed files in the folders of ranks, and those beside the folders."""
+    files = []
+    for rank in ranks:
+        folder = path / rank_folder(rank)
+        files += [(rank, folder / name, FOLDED) for name in _names(folder) if FOLDED_FILE.fullmatch(name)]
     folder = path / PACKED_FOLDER
-    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-        rank = PACKED_FILE.fullmatch(name)
-        if rank:
-            try:
-                ranks[int(rank[1])] = Packed(folder / name, run_id=run_id, rank=int(rank[1]), world_size=world_size)
-            except CaptureError as error:
-                problems.append(f"rank {int(rank[1])} has a packed file that cannot be read: {error}")
-    return ranks, tuple(problems)
+    made = ((PACKED_FILE.fullmatch(name), name) for name in _names(folder))
+    return [*files, *((int(rank[1]), folder / name, PACKED) for rank, name in made if rank)]
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
