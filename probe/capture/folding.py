@@ -128,6 +128,5 @@ class FoldingWriter:
         if not self._warned:
             self._warned = True
             self._warn(
-                f"Steps {self._steps[0]} to {self._steps[-1]} of rank {self._writer.rank} stay one to a file: "
-                f"{why.rstrip('.')}. Recording goes on."
+                f"Rank {self._writer.rank} keeps some steps one to a file: {why.rstrip('.')}. Recording goes on."
             )
