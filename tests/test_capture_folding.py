@@ -18,8 +18,9 @@ from step_rows import RUN_ID, as_comparable, forward_keys, make_rows, random_ten
 from probe.capture import folding
 from probe.capture.folding import FoldingWriter
 from probe.capture.launch import RecordOptions, make_request
-from probe.errors import PlanError
+from probe.errors import CaptureFormatError, PlanError
 from probe.plan import Plan, load_plan, plan_from_dict
+from probe.store import packed
 from probe.store.reader import Capture, open_capture
 from probe.store.writer import RankWriter, write_manifest
 
@@ -66,6 +67,37 @@ def test_every_n_steps_become_a_file_and_the_end_says_which(tmp_path: Path) -> N
         {"file": "packed00000010.h5", "first_step": 10, "last_step": 12, "bytes": sizes[1], "steps": [10, 11, 12]},
         {"file": "packed00000013.h5", "first_step": 13, "last_step": 14, "bytes": sizes[2], "steps": [13, 14]},
     ]
+
+
+def test_opening_goes_by_what_the_end_says_of_files_of_that_size_and_reading_finds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c"
+    written(path, (1, 2, 3, 4), 2)
+    opened: list[str] = []
+    real = packed.open_segment
+    monkeypatch.setattr(packed, "open_segment", lambda file, sort: opened.append(file.name) or real(file, sort))
+    capture = open_capture(path)
+    assert (capture.steps(0), capture.problems, opened) == ((1, 2, 3, 4), (), [])
+    assert as_comparable(capture.rows(0, 4)) == as_comparable(make_rows(step=4))
+    end = json.loads((path / "rank00000/end.json").read_text())
+    end["segments"][0]["steps"] = [1, 7]
+    end["segments"][1]["bytes"] += 1
+    (path / "rank00000/end.json").write_text(json.dumps(end))
+    capture = open_capture(path)
+    assert (capture.steps(0), opened) == ((1, 3, 4, 7), ["packed00000003.h5"])
+    message = (
+        f"Packed file {path}/rank00000/packed00000001.h5 is not read: dataset 'step' lacks step 7, which end.json names. "
+        "Record the run again, or delete the file to go on without its steps."
+    )
+    with pytest.raises(CaptureFormatError, match=f"^{re.escape(message)}$"):
+        capture.rows(0, 7)
+    for wrong in ("1-2", [2, 1], [True, 2], [1.0, 2]):
+        end["segments"][0]["steps"] = wrong
+        (path / "rank00000/end.json").write_text(json.dumps(end))
+        assert open_capture(path).steps(0) == (1, 2, 3, 4)
+    (path / "rank00000/end.json").write_text(json.dumps(end | {"run_id": "another"}))
+    assert open_capture(path).steps(0) == (1, 2, 3, 4)
 
 
 def test_a_step_that_is_left_alone_stays_a_segment(tmp_path: Path) -> None:

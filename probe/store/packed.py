@@ -70,14 +70,19 @@ class Index:
 class Packed:
     """Packed steps of one rank. Holds no file open."""
 
-    def __init__(self, path: Path, *, run_id: str, rank: int, world_size: int, sort: Sort = PACKED) -> None:
-        """Look at the steps; see `open_segment` for what is refused."""
+    def __init__(
+        self, path: Path, *, run_id: str, rank: int, world_size: int, sort: Sort = PACKED, steps: tuple[int, ...] = ()
+    ) -> None:
+        """Look at the steps, unless they are told; see `open_segment` for what is refused."""
         self.path = path
         self.sort = sort
         self._identity: dict[str, int | str] = {"run_id": run_id, "rank": rank, "world_size": world_size}
         self._state: tuple[int, ...] = ()
         self._index: Index | None = None
         self._lock = threading.Lock()
+        self.steps = steps
+        if steps:
+            return
         with open_segment(path, sort) as file:
             self.require_identity(file)
             self.steps = tuple(map(int, file.array(file.root, b"step", h5t.STD_I64LE, "<i8").tolist()))
@@ -105,6 +110,7 @@ class Packed:
             CaptureFormatError: They do not have their digest, or the file is hostile.
         """
         index = self._known(file)
+        stated = self.stated(file, step)
         s = list(index.steps).index(step)
         rows = _slab(file, "row", "<i4", s)
         present = np.flatnonzero(rows >= 0)
@@ -130,13 +136,16 @@ class Packed:
             else:
                 found = _slab(file, table.name, table.code, s, count)
                 tables[table.name] = found[order] if count is None else found
-        if tables_digest(tables) != index.steps[step].digest:
+        if tables_digest(tables) != stated.digest:
             raise file.damage(f"the tables of step {step} do not have their digest")
         return tables
 
     def stated(self, file: Segment, step: int) -> Stated:
         """Return what the file says of a step."""
-        return self._known(file).steps[step]
+        steps = self._known(file).steps
+        if step not in steps:
+            raise file.refusal("dataset 'step'", f"lacks step {step}, which end.json names")
+        return steps[step]
 
     def _known(self, file: Segment) -> Index:
         """Read what all steps share, once for as long as the file is the same."""

@@ -9,8 +9,7 @@ against their digests. This module must not know how values are compared.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,16 @@ import xxhash
 from probe.errors import CaptureError, CaptureFormatError, listed
 from probe.point import Key
 from probe.store.dtypes import BITS, widen
-from probe.store.guard import FOLDED, PACKED, Sort, open_segment
+from probe.store.guard import open_segment
 from probe.store.layout import (
-    FOLDED_FILE,
     FORMAT_CAPTURE,
     FORMAT_VERSION,
     MANIFEST_FILE,
-    PACKED_FILE,
-    PACKED_FOLDER,
-    RANK_FOLDER,
-    SEGMENT_FILE,
     FullTensor,
     StepRows,
-    rank_folder,
-    segment_file,
 )
 from probe.store.packed import Packed
+from probe.store.places import Places
 from probe.store.problems import find_problems, read_json, steps_in_words
 from probe.store.rows import Decoder, Tables, encode
 from probe.store.steps import StepFile, require_segment
@@ -83,13 +76,9 @@ class Capture:
         self.manifest = _manifest(path)
         self.run_id = self.manifest["run_id"]
         self.world_size = self.manifest["world_size"]
-        # Segments first: a step that is folded meanwhile is found twice, and never missed.
-        self._segments = {rank: _segments(path, rank) for rank in _ranks(path)}
-        self._packed, unreadable = self._open_packed(_packed_files(path, self._segments))
-        self._places = {rank: self._places_of(rank) for rank in {*self._segments, *self._packed}}
-        self._steps = {rank: tuple(sorted(places)) for rank, places in self._places.items()}
-        self.ranks = tuple(sorted(self._steps))
-        self.problems = (*unreadable, *find_problems(path, self.manifest, self._steps))
+        self._places = Places(path, run_id=self.run_id, world_size=self.world_size)
+        self.ranks = tuple(sorted(self._places.steps))
+        self.problems = (*self._places.problems, *find_problems(path, self.manifest, self._places.steps))
         self._twins = Twins()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,17 +87,17 @@ class Capture:
 
     def steps(self, rank: int) -> tuple[int, ...]:
         """List the steps that a rank recorded, ascending."""
-        if rank not in self._steps:
+        if rank not in self._places.steps:
             raise CaptureError(f"Capture {self.path} has no rank {rank}; it has {listed(self.ranks) or 'none'}.")
-        return self._steps[rank]
+        return self._places.steps[rank]
 
     def segments(self, rank: int) -> tuple[int, ...]:
         """List the steps of a rank that are there as segments."""
-        return self._segments.get(rank, ())
+        return self._places.segments(rank)
 
     def packed(self, rank: int) -> tuple[Packed, ...]:
         """List the packed files of a rank: those made while it recorded, then the one that `probe pack` made."""
-        return self._packed.get(rank, ())
+        return self._places.packed(rank)
 
     @property
     def nbytes(self) -> int:
@@ -117,8 +106,8 @@ class Capture:
 
     def step_nbytes(self, rank: int, step: int) -> int:
         """Return what a step takes of the file that holds it; packed steps take the same each."""
-        held = self._places[rank][step]
-        return _size(self.file(rank, step)) // (1 if held is None else len(held.steps))
+        packed = self._places.packed_file_of(rank, step)
+        return _size(self.file(rank, step)) // (1 if packed is None else len(packed.steps))
 
     def rows(self, rank: int, step: int) -> StepRows:
         """Read the rows of one step, without its tensors.
@@ -203,13 +192,13 @@ class Capture:
             except CaptureError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
-                self._look_again(rank)
+                self._places.look_again(rank)
                 found = opened.enter_context(self._opened(rank, step))
             yield found
 
     @contextmanager
     def _opened(self, rank: int, step: int) -> Iterator[StepFile]:
-        path, packed = self.file(rank, step), self._places[rank][step]
+        path, packed = self.file(rank, step), self._places.packed_file_of(rank, step)
         if packed is None:
             with open_segment(path) as segment:
                 require_segment(segment, self._identity(rank, step))
@@ -222,42 +211,10 @@ class Capture:
     def file(self, rank: int, step: int) -> Path:
         """Return the file that holds a step."""
         steps = self.steps(rank)
-        if step not in self._places[rank]:
+        if not self._places.holds(rank, step):
             has = steps_in_words(steps)
             raise CaptureError(f"Rank {rank} of capture {self.path} has no step {step}; it has {has}.")
-        packed = self._places[rank][step]
-        return self.path / rank_folder(rank) / segment_file(step) if packed is None else packed.path
-
-    def _open_packed(
-        self, files: Iterable[tuple[int, Path, Sort]]
-    ) -> tuple[dict[int, tuple[Packed, ...]], tuple[str, ...]]:
-        """Look at the steps of packed files, and say of each that cannot be read why."""
-        packed: dict[int, tuple[Packed, ...]] = {}
-        problems = []
-        for rank, file, sort in files:
-            try:
-                found = Packed(file, run_id=self.run_id, rank=rank, world_size=self.world_size, sort=sort)
-            except CaptureError as error:
-                problems.append(f"rank {rank} has a packed file that cannot be read: {error}")
-            else:
-                packed[rank] = (*packed.get(rank, ()), found)
-        return packed, tuple(problems)
-
-    def _places_of(self, rank: int) -> dict[int, Packed | None]:
-        """Map each step to the packed file that holds it, or to None where it has a segment."""
-        places: dict[int, Packed | None] = dict.fromkeys(self.segments(rank))
-        for packed in self.packed(rank):
-            for step in packed.steps:
-                places.setdefault(step, packed)
-        return places
-
-    def _look_again(self, rank: int) -> None:
-        """Find where the steps of a rank lie now; steps recorded since the capture was opened are no part of it."""
-        self._segments[rank] = _segments(self.path, rank)
-        packed, _ = self._open_packed(each for each in _packed_files(self.path, (rank,)) if each[0] == rank)
-        self._packed[rank] = packed.get(rank, ())
-        now = self._places_of(rank)
-        self._places[rank] = {step: now.get(step, before) for step, before in self._places[rank].items()}
+        return self._places.file(rank, step)
 
     def _identity(self, rank: int, step: int) -> dict[str, int | str]:
         return {
@@ -338,34 +295,6 @@ def _manifest(path: Path) -> dict[str, Any]:
             "Record the run again."
         )
     return manifest
-
-
-def _ranks(path: Path) -> list[int]:
-    """List the ranks that have a folder; what has another name is no part of the capture."""
-    with os.scandir(path) as entries:
-        folders = [entry.name for entry in entries if RANK_FOLDER.fullmatch(entry.name) and entry.is_dir()]
-    return sorted(int(name.removeprefix("rank")) for name in folders)
-
-
-def _segments(path: Path, rank: int) -> tuple[int, ...]:
-    """List the steps of a rank by file names."""
-    steps = (SEGMENT_FILE.fullmatch(name) for name in _names(path / rank_folder(rank)))
-    return tuple(sorted(int(step[1]) for step in steps if step))
-
-
-def _packed_files(path: Path, ranks: Iterable[int]) -> list[tuple[int, Path, Sort]]:
-    """List the packed files in the folders of ranks, and those beside the folders."""
-    files = []
-    for rank in ranks:
-        folder = path / rank_folder(rank)
-        files += [(rank, folder / name, FOLDED) for name in _names(folder) if FOLDED_FILE.fullmatch(name)]
-    folder = path / PACKED_FOLDER
-    made = ((PACKED_FILE.fullmatch(name), name) for name in _names(folder))
-    return [*files, *((int(rank[1]), folder / name, PACKED) for rank, name in made if rank)]
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
 def _size(file: Path) -> int:
