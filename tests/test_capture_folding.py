@@ -87,8 +87,8 @@ def test_opening_goes_by_what_the_end_says_of_files_of_that_size_and_reading_fin
     capture = open_capture(path)
     assert (capture.steps(0), opened) == ((1, 3, 4, 7), ["packed00000003.h5"])
     message = (
-        f"Packed file {path}/rank00000/packed00000001.h5 is not read: dataset 'step' lacks step 7, which end.json names. "
-        "Record the run again, or delete the file to go on without its steps."
+        f"Packed file {path}/rank00000/packed00000001.h5 is not read: dataset 'step' lacks step 7, which end.json "
+        "names. Record the run again, or delete the file to go on without its steps."
     )
     with pytest.raises(CaptureFormatError, match=f"^{re.escape(message)}$"):
         capture.rows(0, 7)

@@ -260,15 +260,24 @@ def _lay_out(
         if table.name in COUNTED:
             rows, width = plan.counts[table.name], plan.widths[table.name]
             if table.code == "S":
-                add(table.name, (count, rows), h5py.string_dtype("utf-8", width), (1, min(rows, 16)), b"")
+                add(table.name, (count, rows), h5py.string_dtype("utf-8", width), (1, _even(rows, 16)), b"")
             else:
-                add(table.name, (count, rows, width), table.code, (1, min(rows, _ROWS), width), np.nan)
+                add(table.name, (count, rows, width), table.code, (1, _even(rows, _ROWS), width), np.nan)
         else:
             tail = tuple(int(axis) for axis in table.axes[2:])
             empty = np.nan if table.code == "<f8" else -1 if table.code == "<i4" else 0
             add(table.name, (count, quantities, *tail), table.code, (1, quantities, *tail), empty)
     _name_axes(file, made)
     return {name: _Column.of(dataset) for name, dataset in made.items()}
+
+
+def _even(rows: int, most: int) -> int:
+    """Return the rows of chunks of about the same size: what the last one lacks is stored too.
+
+    >>> _even(337, 256)
+    169
+    """
+    return -(-rows // max(1, -(-rows // most)))
 
 
 def _add_texts(file: h5py.File, name: str, texts: list[bytes]) -> None:
