@@ -408,3 +408,24 @@ def test_the_process_that_folds_does_what_it_is_asked(tmp_path: Path, monkeypatc
     asked(path, monkeypatch)
     folding.main()
     assert names_in(path) == ["end.json", "packed00000001.h5"]
+
+
+FOLDED = """
+import sys
+from pathlib import Path
+from probe.store.fold import fold
+def peak():  # not `ru_maxrss`, which begins with what the parent had
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+before = peak()
+fold(Path(sys.argv[1]) / "rank00000", (1, 2), run_id=sys.argv[2], rank=0, world_size=1)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_tensors_pass_through_in_pieces_whatever_their_size(tmp_path: Path) -> None:
+    tensors = {key: random_tensor("float32", (24 << 20,), at) for at, key in enumerate(KEYS[:1])}
+    path = make_capture(tmp_path / "c", (1, 2), keys=KEYS, tensors=tensors)
+    done = subprocess.run([sys.executable, "-c", FOLDED, str(path), RUN_ID], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 80 << 10  # KiB; each tensor has 96 MiB
+    assert names_in(path) == ["end.json", "packed00000001.h5"]

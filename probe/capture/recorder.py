@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from probe.capture import summary
-from probe.capture.folding import FoldingWriter
 from probe.capture.imported import imported_files
 from probe.capture.kept import Copies
 from probe.capture.launched import launched_rank, launched_world_size
@@ -31,6 +30,7 @@ from probe.errors import CaptureError
 from probe.plan import Plan
 from probe.point import STEP_CLOCK, Key, Kind
 from probe.store.folder import write_json, write_manifest
+from probe.store.folding import FoldingWriter
 from probe.store.layout import NAMES_FILE, StepRows, rank_folder
 from probe.store.writer import RankWriter
 

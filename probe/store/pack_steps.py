@@ -71,8 +71,9 @@ def write_packed(
     """
     unfinished = target.with_name(target.name + UNFINISHED)
     try:
-        target.parent.mkdir(exist_ok=True)
-        sync_folder(target.parent.parent)
+        if not target.parent.is_dir():
+            target.parent.mkdir(exist_ok=True)
+            sync_folder(target.parent.parent)
         _require_space(source, target.parent, reserve)
         with Sink(unfinished) as sink:
             with h5py.File(sink, "w", libver=("v110", "v110"), track_order=False) as file:

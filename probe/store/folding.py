@@ -1,7 +1,7 @@
 """Write one rank's segments, and have every N of them folded into one file without making the training wait.
 
 What folds is `probe.store.fold`, in a child process, one at a time. In a thread it would hold the interpreter for some
-25 ms a step, and HDF5 for as long. It removes segments only after it has compared their copy with them: whatever ends
+15 ms a step, and HDF5 for as long. It removes segments only after it has compared their copy with them: whatever ends
 it, no step is lost. If it fails, the segments stay, and that is told once. This module must not know what a segment
 holds, and imports no torch.
 """

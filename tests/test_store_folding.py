@@ -15,12 +15,11 @@ import pytest
 from recording import command, probe, record
 from step_rows import RUN_ID, as_comparable, forward_keys, make_rows, random_tensor
 
-from probe.capture import folding
-from probe.capture.folding import FoldingWriter
 from probe.capture.launch import RecordOptions, make_request
 from probe.errors import CaptureFormatError, PlanError
 from probe.plan import Plan, load_plan, plan_from_dict
-from probe.store import packed
+from probe.store import folding, packed
+from probe.store.folding import FoldingWriter
 from probe.store.reader import Capture, open_capture
 from probe.store.writer import RankWriter, write_manifest
 
@@ -162,7 +161,7 @@ def test_a_process_that_fails_leaves_segments_and_is_told_once(
 def test_a_process_killed_while_it_writes_leaves_no_part_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill = "import os, signal; os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL); "
+    kill = "import os, signal; os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
     monkeypatch.setattr(folding, "_CHILD", kill + folding._CHILD)
     (why,) = written(tmp_path / "c", (1, 2, 3, 4), 2)
     assert "folding ended by signal 9" in why
@@ -210,7 +209,7 @@ RECORD = """
     import sys
     from pathlib import Path
     from step_rows import RUN_ID, forward_keys, make_rows, random_tensor
-    from probe.capture.folding import FoldingWriter
+    from probe.store.folding import FoldingWriter
     from probe.store.writer import RankWriter, write_manifest
     path, keys = Path(sys.argv[1]), forward_keys(12)
     tensors = {key: random_tensor("bfloat16", (300, 300)) for key in keys[3:6]}
