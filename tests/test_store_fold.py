@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 from click.testing import CliRunner
 from step_rows import RUN_ID, as_comparable, forward_keys, make_capture, make_rows, random_tensor
@@ -20,7 +21,7 @@ from probe import cli
 from probe.errors import CaptureError, CaptureFormatError
 from probe.point import Key, Kind
 from probe.store import fold as folding
-from probe.store import pack_steps
+from probe.store import pack_steps, packed_chunks, reader
 from probe.store import packed as packed_files
 from probe.store.fold import fold
 from probe.store.folder import create_capture
@@ -168,6 +169,55 @@ def test_names_of_many_files_are_the_same_objects(tmp_path: Path) -> None:
     assert len({id(index.names["quantity"]) for index in indices if index}) == 1
     assert len({id(index.listed["where"]) for index in indices if index}) == 1
     assert len(packed_files._KNOWN) <= packed_files.KEPT
+
+
+def test_most_steps_of_a_file_are_read_without_hdf5_and_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = capture_of_all(tmp_path / "c")
+    before = contents(open_capture(path))
+    file = fold_in(path, *STEPS)
+    capture = open_capture(path)
+    assert contents(capture) == before
+    (packed,) = capture.packed(0)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("HDF5 is asked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "open_segment", refuse)
+        assert [as_comparable(capture.rows(0, step)) for step in STEPS] == [before[step][0] for step in STEPS]
+        patch.setattr(packed_chunks, "_SPREAD", -(1 << 40))  # every chunk by itself
+        assert [as_comparable(capture.rows(0, step)) for step in STEPS] == [before[step][0] for step in STEPS]
+        with pytest.raises(AssertionError, match="HDF5 is asked"):
+            pickle.loads(pickle.dumps(capture)).rows(0, 1)
+    # What is written over shows by its digest; HDF5 says what is wrong. Its time is put back, as rot would.
+    status = file.stat()
+    with h5py.File(file) as opened:
+        at = opened["l2"].id.get_chunk_info(0).byte_offset
+    with open(file, "r+b") as raw:
+        raw.seek(at)
+        raw.write(b"\xff")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert packed.known_tables(STEPS[0]) is None
+    assert packed.known_tables(STEPS[1]) is not None
+    with pytest.raises(CaptureFormatError, match=r"packed00000001\.h5 is damaged: "):
+        capture.rows(0, STEPS[0])
+    os.truncate(file, status.st_size // 2)
+    assert {packed.known_tables(step) is None for step in STEPS} == {True}
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert packed.known_tables(STEPS[-1]) is None
+
+
+def test_compressed_steps_are_left_to_hdf5(tmp_path: Path) -> None:
+    path = capture_of_all(tmp_path / "c")
+    before = contents(open_capture(path))
+    list(pack(open_capture(path), compress=True, remove=True))
+    capture = open_capture(path)
+    for _ in range(2):
+        assert contents(capture) == before
+    (packed,) = capture.packed(0)
+    assert [packed.known_tables(step) for step in STEPS] == [None] * len(STEPS)
 
 
 def test_packing_merges_folded_steps_and_segments_into_one_file(tmp_path: Path) -> None:

@@ -116,8 +116,7 @@ class Capture:
             CaptureError: The step was not recorded.
             CaptureFormatError: The file is damaged, hostile, of another run or of a newer version.
         """
-        path = self.file(rank, step)
-        known = self._twins.tables(path, self._identity(rank, step))
+        known = self._known_tables(rank, step)
         if known is not None:
             # Tables that contradict each other are decoded again below, for the error message.
             with suppress(ValueError, KeyError, IndexError):
@@ -133,13 +132,18 @@ class Capture:
 
     def keeps_tensors(self, rank: int, step: int) -> bool:
         """Tell whether any tensor of a step is kept whole."""
-        tables = self._twins.tables(self.file(rank, step), self._identity(rank, step))
+        tables = self._known_tables(rank, step)
         if tables is None:
             with self.open_step(rank, step) as opened:
                 tables = opened.tables()
                 if opened.packed is None:
                     self._twins.learn(opened.file)
         return any(tables["tensor"])
+
+    def _known_tables(self, rank: int, step: int) -> Tables | None:
+        """Read the tables of a step without HDF5, where others like it were read before."""
+        path, packed = self.file(rank, step), self._places.packed_file_of(rank, step)
+        return self._twins.tables(path, self._identity(rank, step)) if packed is None else packed.known_tables(step)
 
     def tensor_keys(self, rank: int, step: int) -> tuple[Key, ...]:
         """List the quantities of a step whose tensors are kept whole, in order of first execution."""
