@@ -209,6 +209,19 @@ def test_most_steps_of_a_file_are_read_without_hdf5_and_are_the_same(
     assert packed.known_tables(STEPS[-1]) is None
 
 
+def test_vectors_in_several_chunks_are_put_together_without_hdf5(tmp_path: Path) -> None:
+    keys = forward_keys(800)
+    path = make_capture(tmp_path / "c", range(1, 6), keys=keys)
+    file = fold_in(path, 1, 2, 3, 4, 5)
+    with h5py.File(file) as opened:
+        assert (opened["sketch"].shape, opened["sketch"].chunks) == ((5, 533, 251), (1, 178, 251))
+    capture = open_capture(path)
+    for _ in range(2):
+        for step in range(1, 6):
+            assert as_comparable(capture.rows(0, step)) == as_comparable(make_rows(keys, step=step))
+    assert capture.packed(0)[0].known_tables(5) is not None
+
+
 def test_compressed_steps_are_left_to_hdf5(tmp_path: Path) -> None:
     path = capture_of_all(tmp_path / "c")
     before = contents(open_capture(path))
