@@ -47,10 +47,10 @@ def rows_of(step: int) -> StepRows:
     return make_rows(KEYS[: 4 + step % 3], step=step, where=(f"train.py:{step}",) * (4 + step % 3))
 
 
-def capture_of_all(path: Path) -> Path:
+def capture_of_all(path: Path, run_id: str = RUN_ID) -> Path:
     create_capture(path)
-    write_manifest(path, {"run_id": RUN_ID, "world_size": 1, "config": {"steps": "1-3,10,20-"}})
-    writer = RankWriter(path, run_id=RUN_ID, rank=0, world_size=1)
+    write_manifest(path, {"run_id": run_id, "world_size": 1, "config": {"steps": "1-3,10,20-"}})
+    writer = RankWriter(path, run_id=run_id, rank=0, world_size=1)
     for step in STEPS:
         writer.write(rows_of(step))
     writer.close(error=None, dropped_steps=[])
@@ -92,18 +92,22 @@ def test_folded_steps_hold_the_same_bits_whatever_only_some_of_them_have(tmp_pat
 
 
 def test_a_folded_capture_is_shown_and_compared_as_before(tmp_path: Path) -> None:
-    path, other = capture_of_all(tmp_path / "c"), make_capture(tmp_path / "other", (1, 2, 3), seed=1)
+    path, other = capture_of_all(tmp_path / "c"), capture_of_all(tmp_path / "other", "another run")
 
     def said() -> list[str]:
         commands = (
             ["diff", str(path), str(other), "--same-code", "--json"],
             ["show", str(path), "--json", "forward/*"],
             ["show", str(path), "--names"],
+            ["calibrate", str(path), str(other), "-o", str(tmp_path / "t.toml"), "--force"],
         )
-        return [CliRunner().invoke(cli.main, words, standalone_mode=False).output for words in commands]
+        outputs = [CliRunner().invoke(cli.main, words, standalone_mode=False).output for words in commands]
+        return [*outputs, re.sub(r"created = .*", "", (tmp_path / "t.toml").read_text())]
 
     before = said()
-    assert '"verdict"' in before[0]
+    assert '"checks"' in before[0]
+    assert '"differences"' in before[0]  # of tensors kept whole
+    assert "forward/blocks.0.attn" in before[-1]
     fold_in(path, 1, 2, 3)
     fold_in(path, 10, 20, 21, 22)
     assert said() == before
