@@ -1,9 +1,10 @@
 """Kill a recorded run at random moments and check that every completed step can be read and is right.
 
-    python benchmarks/kill.py [--kills 60]
+    python benchmarks/kill.py [--kills 60] [--steps-per-file 3]
 
 The same run, left alone, gives the expected values. A step counts as completed when its file has its name; beyond that
 the script knows how many steps the training had finished when it was killed, and prints how far behind the disk was.
+With `--steps-per-file` segments are folded all the time, and some of the kills find it half done.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from probe.store.reader import Capture, open_capture
 JOB = Path(__file__).resolve().parent.parent / "tests" / "jobs" / "tiny.py"
 
 
-def start(folder: Path, steps: int) -> subprocess.Popen[str]:
+def start(folder: Path, steps: int, per_file: int = 1) -> subprocess.Popen[str]:
     """Start a recorded run in a process group of its own."""
-    words = [sys.executable, "-m", "probe", "record", "-o", str(folder), "--seed", "1", "--"]
-    words += [sys.executable, str(JOB), "--steps", str(steps)]
+    words = [sys.executable, "-m", "probe", "record", "-o", str(folder), "--seed", "1"]
+    words += ["--steps-per-file", str(per_file), "--"]
+    # Steps of this job take 10 ms; a process that folds takes 200 ms to start.
+    words += [sys.executable, str(JOB), "--steps", str(steps), "--sleep", "0.1" if per_file > 1 else "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True, env=environment
@@ -51,15 +54,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--steps", type=int, default=60, help="longest run; a kill falls at a random step of it")
+    parser.add_argument("--steps-per-file", type=int, default=1, help="fold so many steps into one file")
     options = parser.parse_args()
     rng = random.Random(0)
-    bad, behind, whole_steps = 0, [], 0
+    bad, behind, whole_steps, folded, halfway = 0, [], 0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         process = start(Path(folder) / "whole", options.steps)
         process.communicate()
         expected = open_capture(Path(folder) / "whole")
         for trial in range(options.kills):
-            process = start(Path(folder) / str(trial), options.steps)
+            process = start(Path(folder) / str(trial), options.steps, options.steps_per_file)
             assert process.stdout is not None
             finished = 0
             for _ in range(rng.randint(1, options.steps - 5)):
@@ -79,6 +83,10 @@ def main() -> None:
             ok = steps == tuple(range(1, len(steps) + 1)) and not wrong
             bad += not ok
             whole_steps += len(steps)
+            several = {step for packed in capture.packed(0) for step in packed.steps}
+            folded += len(several)
+            halfway += bool(several.intersection(capture.segments(0)))
+            halfway += any((capture.path / "rank00000").glob("packed*.tmp"))
             behind.append(finished - len(steps))
             if not ok:
                 print(f"kill {trial}: steps {steps}, wrong {wrong}; {capture.problems}")
@@ -86,6 +94,8 @@ def main() -> None:
         f"{options.kills} kills, {whole_steps} steps on disk, {bad} runs with a lost or wrong step; "
         f"the disk was at most {max(behind)} steps behind the training"
     )
+    if options.steps_per_file > 1:
+        print(f"{folded} of the steps were in files of several; {halfway} kills found one half made or half cleared")
     sys.exit(bad > 0)
 
 

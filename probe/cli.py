@@ -143,6 +143,12 @@ def _perturbation(_ctx: click.Context, _param: click.Parameter, value: str) -> s
     metavar="N",
     help="Steps trained before the checkpoint that the run goes on from: its first step is N + 1.",
 )
+@click.option(
+    "--steps-per-file",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Fold every N steps of a rank into one file, for runs of thousands [default: the plan's, or 1].",
+)
 @click.option("--strict", is_flag=True, help="Stop the training when recording fails.")
 @click.option("--force", is_flag=True, help="Replace an existing capture.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
@@ -154,6 +160,7 @@ def record(
     full: tuple[str, ...],
     perturb: str,
     step_offset: int,
+    steps_per_file: int | None,
     strict: bool,
     force: bool,
     command: tuple[str, ...],
@@ -187,6 +194,7 @@ def record(
             full=full,
             perturb=perturb,
             step_offset=step_offset,
+            steps_per_file=steps_per_file,
             strict=strict,
             force=force,
             command=command,

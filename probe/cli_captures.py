@@ -66,7 +66,7 @@ def pack(capture: Path, compress: bool, remove: bool) -> None:
     from probe.store.reader import open_capture
 
     opened = open_capture(capture)
-    before = after = removed = ranks = steps = 0
+    before = after = removed = merged = ranks = steps = 0
     with _progress(opened.nbytes, shown=True) as progress:
         done = 0
 
@@ -78,7 +78,8 @@ def pack(capture: Path, compress: bool, remove: bool) -> None:
 
         for rank in packed(opened, compress=compress, remove=remove, progress=tell):
             ranks, steps = ranks + 1, max(steps, rank.steps)
-            before, after, removed = before + rank.before, after + rank.after, removed + rank.removed
+            before, after = before + rank.before, after + rank.after
+            removed, merged = removed + rank.removed, merged + rank.merged
     if not ranks:
         click.echo(f"Capture {capture} holds nothing that is not packed.")
         return
@@ -87,7 +88,8 @@ def pack(capture: Path, compress: bool, remove: bool) -> None:
         f"{_in_words(before)} became {_in_words(after)}."
     )
     if remove:
-        click.echo(f"{_count(removed, 'segment')} removed.")
+        files = f" and {_count(merged, 'file')} of several steps" if merged else ""
+        click.echo(f"{_count(removed, 'segment')}{files} removed.")
     else:
         click.echo("The segments are still there; --remove removes them.")
 

@@ -44,7 +44,7 @@ __all__ = [
     "plan_from_dict",
 ]
 
-_RECORD_KEYS = ("calls", "exclude", "full", "include", "inside_compiled", "kinds", "steps")
+_RECORD_KEYS = ("calls", "exclude", "full", "include", "inside_compiled", "kinds", "steps", "steps_per_file")
 _CHECK_KEYS = (
     "abs",
     "form",
@@ -88,11 +88,15 @@ class Plan:
     calls: tuple[tuple[str, str], ...] = ()
     """Functions whose arguments and results are recorded: (name, import path `package.module:function`)."""
     steps: StepSet = ALL_STEPS
+    steps_per_file: int = 1
+    """Steps that each rank folds into one file as it goes on; 1: each step has a file of its own."""
     checks: tuple[Check, ...] = ()
 
     def __post_init__(self) -> None:
         for selection in (*self.include, *self.exclude, *self.full, *self.inside_compiled):
             split_kind(selection)
+        if self.steps_per_file < 1:
+            raise PlanError(f"Key 'steps_per_file' of [record] is {self.steps_per_file}; it must be a number from 1.")
 
     def records(self, kind: Kind, name: str, item: str = "") -> bool:
         """Say whether a quantity is recorded at all; steps are asked separately."""
@@ -115,14 +119,17 @@ class Plan:
         """Say whether a module is tapped although it lies inside a compiled region."""
         return bool(self.inside_compiled) and matches(patterns_by_kind(self.inside_compiled)[Kind.FORWARD], name, "")
 
-    def narrowed(self, *, steps: str | None = None, full: Iterable[str] = ()) -> Plan:
-        """Return the plan with the steps, and the further full tensors, of a command line."""
+    def narrowed(
+        self, *, steps: str | None = None, full: Iterable[str] = (), steps_per_file: int | None = None
+    ) -> Plan:
+        """Return the plan with the steps, the further full tensors, and the steps of a file, of a command line."""
         wanted = self.steps if steps is None else parse_steps(steps)
-        return replace(self, steps=wanted, full=(*self.full, *full))
+        per_file = self.steps_per_file if steps_per_file is None else steps_per_file
+        return replace(self, steps=wanted, full=(*self.full, *full), steps_per_file=per_file)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain values (for JSON), in the structure of a plan file; `plan_from_dict` reads it."""
-        record = {
+        record: dict[str, Any] = {
             "kinds": [kind.value for kind in self.kinds],
             "include": list(self.include),
             "exclude": list(self.exclude),
@@ -131,6 +138,8 @@ class Plan:
             "calls": dict(self.calls),
             "steps": str(self.steps),
         }
+        if self.steps_per_file != 1:
+            record["steps_per_file"] = self.steps_per_file
         return {"record": record, "check": [_check_as_dict(check) for check in self.checks], "default_checks": False}
 
 
@@ -217,6 +226,7 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
         inside_compiled=inside,
         calls=_calls(record),
         steps=_steps(record, "[record]") or ALL_STEPS,
+        steps_per_file=1 if (per_file := _whole(record, "steps_per_file", "[record]")) is None else per_file,
         checks=checks + (default_checks() if with_defaults else ()),
     )
 

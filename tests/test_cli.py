@@ -168,7 +168,7 @@ def test_a_plan_with_an_unknown_key_is_refused_before_anything_runs(
     plan.write_text("[record]\nstps = '1'")
     message = (
         "Key 'stps' of [record] is unknown. Did you mean 'steps'? Allowed: calls, exclude, full, include, "
-        "inside_compiled, kinds, steps.\n"
+        "inside_compiled, kinds, steps, steps_per_file.\n"
         f"The plan is {str(plan)!r}.\n"
     )
     assert run(capsys, "diff", "a", "b", "--plan", str(plan)) == (2, "", message)

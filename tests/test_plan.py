@@ -201,7 +201,7 @@ CHECK_KEYS = (
         (
             "[record]\nstep = '1'",
             "Key 'step' of [record] is unknown. Did you mean 'steps'? "
-            "Allowed: calls, exclude, full, include, inside_compiled, kinds, steps.",
+            "Allowed: calls, exclude, full, include, inside_compiled, kinds, steps, steps_per_file.",
         ),
         (
             "[record]\ncalls = ['model.attention']",

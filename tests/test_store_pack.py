@@ -19,7 +19,7 @@ from step_rows import RUN_ID, as_comparable, forward_keys, make_capture, make_ro
 from probe import cli
 from probe.errors import CaptureError, CaptureFormatError
 from probe.point import Key, Kind
-from probe.store import pack as packing
+from probe.store import pack_steps as packing
 from probe.store import pack_tensors
 from probe.store.folder import create_capture
 from probe.store.layout import FullTensor
@@ -90,7 +90,9 @@ def test_a_packed_capture_holds_the_same_bits_with_and_without_its_segments(tmp_
     assert sorted(os.listdir(path / "packed")) == ["rank00000.h5"]
     same_as_recorded(path)
     (again,) = pack(open_capture(path), compress=compress, remove=True)
-    assert again == PackedRank(rank=0, steps=3, before=packed.before, after=packed.after, removed=3, fresh=False)
+    assert again == PackedRank(
+        rank=0, steps=3, before=packed.before, after=packed.after, removed=3, merged=0, fresh=False
+    )
     assert sorted(os.listdir(path / "rank00000")) == ["end.json"]
     same_as_recorded(path)
     assert list(pack(open_capture(path), remove=True)) == []
@@ -101,7 +103,7 @@ def test_packed_and_unpacked_steps_are_read_alike_and_packed_together(tmp_path: 
     list(pack(open_capture(path)))
     (path / "rank00000/step00000002.h5").unlink()
     capture = open_capture(path)
-    assert (capture.segments(0), capture.packed_steps(0)) == ((1, 4), (1, 2, 4))
+    assert (capture.segments(0), [each.steps for each in capture.packed(0)]) == ((1, 4), [(1, 2, 4)])
     same_as_recorded(path)
     # A step that was recorded after packing.
     late = make_capture(tmp_path / "late", (9,)) / "rank00000/step00000009.h5"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,6 +49,8 @@ class RecordOptions:
     perturb: str = ""
     step_offset: int = 0
     """Steps trained before the checkpoint that the run goes on from."""
+    steps_per_file: int | None = None
+    """Steps that each rank folds into one file; None: what the plan says."""
     strict: bool = False
     force: bool = False
 
@@ -92,7 +94,8 @@ def record(options: RecordOptions) -> int:
         PlanError: The plan, the steps or a selection is wrong.
     """
     plan = default_plan() if options.plan is None else load_plan(options.plan)
-    request = make_request(options, plan.narrowed(steps=options.steps or None, full=options.full))
+    asked = plan.narrowed(steps=options.steps or None, full=options.full, steps_per_file=options.steps_per_file)
+    request = make_request(options, asked)
     find_program(options.command[0], Surroundings())
     create_capture(options.output, force=options.force)
     ended = launch(request)
@@ -103,7 +106,6 @@ def record(options: RecordOptions) -> int:
     print(f"probe: recorded {summary_line(ended.capture)} in {options.output}", file=sys.stderr)
     for problem in ended.capture.problems:
         print(f"probe: {problem}", file=sys.stderr)
-    asked = plan.narrowed(full=options.full)
     for warning in (*_uncalled(asked, ended.notes), *_unmatched(asked, ended.capture)):
         print(f"probe: {warning}", file=sys.stderr)
     if any(note["problem"] for note in ended.notes):
@@ -158,7 +160,9 @@ def make_request(options: RecordOptions, plan: Plan) -> Request:
     return Request(
         output=str(options.output.resolve()),
         run_id=uuid.uuid4().hex,
-        plan=plan.as_dict(),
+        # How many steps a file holds is no part of what was recorded: two captures that differ in it are alike.
+        plan=replace(plan, steps_per_file=1).as_dict(),
+        steps_per_file=plan.steps_per_file,
         seed=options.seed,
         perturb=options.perturb,
         strict=options.strict,

@@ -70,6 +70,7 @@ def manifest(request: Request, world_size: int, imported: tuple[str, ...] | None
             "steps": request.steps,
             "perturb": request.perturb,
             "step_offset": request.step_offset,
+            "steps_per_file": request.steps_per_file,
             "plan": request.plan,
         },
         "provenance": {} if imported is None else provenance(imported),

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from probe.capture import summary
+from probe.capture.imported import imported_files
 from probe.capture.kept import Copies, Copy
 from probe.capture.launched import launched_rank, launched_world_size
 from probe.capture.reducer import Reducer
@@ -30,6 +31,7 @@ from probe.errors import CaptureError
 from probe.plan import Plan
 from probe.point import STEP_CLOCK, Key, Kind
 from probe.store.folder import write_json, write_manifest
+from probe.store.folding import FoldingWriter
 from probe.store.layout import NAMES_FILE, StepRows, rank_folder
 from probe.store.writer import RankWriter
 
@@ -50,6 +52,7 @@ class Recorder:
         plan: Plan,
         strict: bool,
         first_step: int = 1,
+        steps_per_file: int = 1,
         manifest: Callable[[int, tuple[str, ...] | None], dict[str, Any]],
         sink: Callable[[StepRows], None] | None = None,
     ) -> None:
@@ -61,6 +64,7 @@ class Recorder:
             plan: What to record.
             strict: A step that cannot be stored raises in the training process.
             first_step: Number of the first step; above 1 where training goes on from a checkpoint.
+            steps_per_file: Stored steps that are folded into one file; 1: none are.
             manifest: Called on rank 0 with the world size, before the first step is stored (None: quickly, without
                 provenance) and after it, with the files that the process had imported when the step ended.
             sink: Takes each finished step in place of the writer; then there is no thread and no folder.
@@ -81,7 +85,7 @@ class Recorder:
         self.warnings: list[str] = []
         """What of the plan cannot be recorded, in sentences."""
         self._output, self._run_id, self._strict, self._manifest = output, run_id, strict, manifest
-        self._sink = sink
+        self._sink, self._steps_per_file = sink, steps_per_file
         self._order = 0
         self._calls: dict[tuple[Kind, str, str], int] = {}
         self._plan_says: dict[tuple[Kind, str, str], tuple[bool, bool]] = {}
@@ -91,7 +95,7 @@ class Recorder:
         self._imported: tuple[str, ...] = ()
         self._lock = threading.RLock()
         self._worker: ThreadPoolExecutor | None = None
-        self._writer: RankWriter | None = None
+        self._writer: FoldingWriter | None = None
         self._pending: list[tuple[int, int, Future[int]]] = []
         self._room = threading.Condition()
         self._queued = 0
@@ -271,7 +275,8 @@ class Recorder:
             if self._failure is not None:
                 raise CaptureError(self._failure)
             if self._writer is None:
-                self._writer = RankWriter(self._output, run_id=self._run_id, rank=self.rank, world_size=self.world_size)
+                rank = RankWriter(self._output, run_id=self._run_id, rank=self.rank, world_size=self.world_size)
+                self._writer = FoldingWriter(rank, self._steps_per_file, self.warn)
                 if self.rank == 0:
                     write_manifest(self._output, self._manifest(self.world_size, None))
             written = self._writer.write(step_rows(rows, step, self.rank, self.world_size))
@@ -348,13 +353,6 @@ class Recorder:
         for _, _, future in list(self._pending):
             future.exception()
         self._report()
-
-
-def imported_files() -> tuple[str, ...]:
-    """List the files of the modules that this process has imported."""
-    # Not by getattr: a lazy module would import what it stands for.
-    files = [vars(module).get("__file__") for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
-    return tuple(file for file in files if isinstance(file, str))
 
 
 def ranks() -> tuple[int, int]:

@@ -46,6 +46,8 @@ class Request:
     """Folder where each rank leaves a digest of what training ended in; empty: none is taken."""
     step_offset: int = 0
     """Steps that were trained before this run, which goes on from a checkpoint: its first step is one more."""
+    steps_per_file: int = 1
+    """Steps that each rank folds into one file."""
     bare: bool = False
     """Nothing is recorded: only the digest, if one is asked for."""
 
@@ -203,6 +205,7 @@ def _attach(request: Request) -> None:
         plan=plan_from_dict(request.plan),
         strict=request.strict,
         first_step=request.step_offset + 1,
+        steps_per_file=request.steps_per_file,
         manifest=lambda world_size, imported: manifest(request, world_size, imported),
     )
     _attachment = Attachment(recorder, perturb.parse(request.perturb))

@@ -16,6 +16,7 @@ from typing import Any
 from probe.errors import CaptureError, listed
 from probe.store.layout import (
     END_FILE,
+    FOLDED_FILE,
     FORMAT_CAPTURE,
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -53,9 +54,11 @@ def create_capture(path: Path, *, force: bool = False) -> None:
     steps = {
         entry.name for folder in folders for entry in folder.glob("step*.h5") if SEGMENT_FILE.fullmatch(entry.name)
     }
+    folded = [entry for folder in folders for entry in folder.glob("packed*.h5") if FOLDED_FILE.fullmatch(entry.name)]
     if not force:
+        of_several = f", {count(len(folded), 'file')} of several steps" if folded else ""
         raise CaptureError(
-            f"Capture {path} exists: {count(len(folders), 'rank')}, {count(len(steps), 'step')}. "
+            f"Capture {path} exists: {count(len(folders), 'rank')}, {count(len(steps), 'step')}{of_several}. "
             "Choose another folder, or replace it with --force."
         )
     others = [str(entry.relative_to(path)) for entry in foreign(path)]
@@ -118,7 +121,8 @@ def _is_packed(entry: Path) -> bool:
 
 def _is_own_file(entry: Path, json_files: tuple[str, ...]) -> bool:
     name = entry.name.removesuffix(UNFINISHED)
-    known = name in json_files or (END_FILE in json_files and SEGMENT_FILE.fullmatch(name) is not None)
+    steps = SEGMENT_FILE.fullmatch(name) or FOLDED_FILE.fullmatch(name)
+    known = name in json_files or (END_FILE in json_files and steps is not None)
     return known and entry.is_file() and not entry.is_symlink()
 
 

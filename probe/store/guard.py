@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ class Sort:
 AGAIN = "Record the run again, or delete the file to go on without the step"
 SEGMENT = Sort(FORMAT_SEGMENT, "Segment", False, AGAIN)
 PACKED = Sort(FORMAT_PACKED, "Packed file", True, "Pack its segments again if they are still there, or delete it")
+FOLDED = replace(PACKED, again="Record the run again, or delete the file to go on without its steps")
+"""A packed file that was made while its rank recorded: its segments are gone."""
 
 
 @contextmanager

@@ -37,6 +37,8 @@ RANK_FOLDER = re.compile(r"rank(\d{5})")
 SEGMENT_FILE = re.compile(r"step(\d{8})\.h5")
 PACKED_FOLDER = "packed"
 PACKED_FILE = re.compile(r"rank(\d{5})\.h5")
+FOLDED_FILE = re.compile(r"packed(\d{8})\.h5")
+"""In a rank's folder: a packed file of some of its steps, made while it recorded."""
 MANIFEST_FILE = "capture.json"
 END_FILE = "end.json"
 NAMES_FILE = "names.json"
@@ -73,6 +75,15 @@ def packed_file(rank: int) -> str:
     'packed/rank00003.h5'
     """
     return f"{PACKED_FOLDER}/rank{rank:05d}.h5"
+
+
+def folded_file(step: int) -> str:
+    """Name the packed file, in a rank's folder, of some steps of which this is the first.
+
+    >>> folded_file(101)
+    'packed00000101.h5'
+    """
+    return f"packed{step:08d}.h5"
 
 
 SCALARS = ("l2", "mean", "mean_abs", "rms", "max_abs")
@@ -125,6 +136,16 @@ class StepRows:
     """[Q] where the value was taken: a call site or the class of the module; may be empty."""
     tensors: dict[Key, FullTensor] = field(default_factory=dict)
     """Tensors kept whole. The reader leaves it empty; it reads them one by one on request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """What `end.json` says of a packed file that was made while recording."""
+
+    file: str
+    steps: tuple[int, ...]
+    """Ascending."""
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

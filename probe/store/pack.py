@@ -1,49 +1,21 @@
-"""Pack the segments of each rank into one file.
+"""Pack what a capture holds of each rank into one file.
 
 A long run leaves many small files, which backups, object stores and shared file systems dislike. A packed file holds
-the same bits: it is written beside the segments, synced, read back and compared step by step with what it was made of,
-and only then gets its name; only after that, and only on request, the segments are removed. Whatever kills it, every
-step can be read, and calling it again goes on where it was. This module must not know how values are compared.
-
-Shapes: see `probe.store.packed`.
+the same bits: `probe.store.pack_steps` writes it and compares it with what it was made of before it gets its name; only
+after that, and only on request, the segments are removed. Whatever kills it, every step can be read, and calling it
+again goes on where it was. This module must not know how values are compared.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
-import h5py
-import numpy as np
-import numpy.typing as npt
-
-from probe.errors import CaptureError
-from probe.store.folder import now, sync_folder
-from probe.store.guard import PACKED, open_segment
-from probe.store.image import text_type
-from probe.store.layout import (
-    FORMAT_MINOR,
-    FORMAT_PACKED,
-    FORMAT_VERSION,
-    UNFINISHED,
-    packed_file,
-    rank_folder,
-    segment_file,
-)
-from probe.store.pack_tensors import add_tensor
-from probe.store.packed import COUNTED, LISTED, NAMES, STEPPED, Packed
+from probe.store.folder import sync_folder
+from probe.store.layout import packed_file, rank_folder, segment_file
+from probe.store.pack_steps import Source, require_same, write_packed
 from probe.store.reader import Capture
-from probe.store.rows import Tables
-from probe.store.sink import Sink
-from probe.store.steps import StepFile
-
-_ROWS = 256
-"""Vectors of one chunk: 256 KiB of sketches."""
-_RESERVE = 64 << 20
-"""Bytes that must stay free on the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +30,8 @@ class PackedRank:
     """Bytes of the packed file."""
     removed: int
     """Segments that were removed."""
+    merged: int
+    """Packed files of some of the steps, made while recording, that were removed."""
     fresh: bool
     """Packed now, not by an earlier call."""
 
@@ -81,269 +55,39 @@ def pack(
             then all there.
     """
     for rank in capture.ranks:
-        segments = capture.segments(rank)
-        held = capture.packed_steps(rank)
-        steps = capture.steps(rank)
-        if not steps or (not segments and held):
-            continue
         target = capture.path / packed_file(rank)
-        before = sum(_segment(capture, rank, step).stat().st_size for step in segments)
-        fresh = not set(segments) <= set(held)
-        if fresh:
-            _write(capture, rank, target, compress, progress or (lambda nbytes: None))
-        else:
-            _verify(capture, rank, target, segments)
-        removed = _remove(capture, rank, segments) if remove else 0
-        after = target.stat().st_size
-        yield PackedRank(rank=rank, steps=len(steps), before=before, after=after, removed=removed, fresh=fresh)
-
-
-def _segment(capture: Capture, rank: int, step: int) -> Path:
-    return capture.path / rank_folder(rank) / segment_file(step)
-
-
-def _remove(capture: Capture, rank: int, segments: tuple[int, ...]) -> int:
-    for step in segments:
-        _segment(capture, rank, step).unlink()
-    sync_folder(capture.path / rank_folder(rank))
-    return len(segments)
-
-
-def _write(capture: Capture, rank: int, target: Path, compress: bool, progress: Callable[[int], None]) -> None:
-    unfinished = target.with_name(target.name + UNFINISHED)
-    try:
-        target.parent.mkdir(exist_ok=True)
-        sync_folder(capture.path)
-        _require_space(capture, rank, target.parent)
-        with Sink(unfinished) as sink:
-            with h5py.File(sink, "w", libver=("v110", "v110"), track_order=False) as file:
-                _fill(file, capture, rank, compress, sink, progress)
-            sink.finish()
-        _verify(capture, rank, unfinished, capture.steps(rank))
-        os.rename(unfinished, target)
-        sync_folder(target.parent)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise CaptureError(
-            f"Packed file {target} could not be written: {error.strerror or error}. The segments are all there."
-        ) from error
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def _require_space(capture: Capture, rank: int, folder: Path) -> None:
-    files = {capture.file(rank, step) for step in capture.steps(rank)}
-    need = sum(file.stat().st_size for file in files) * 11 // 10 + _RESERVE
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    if free < need:
-        raise CaptureError(
-            f"Rank {rank} is not packed into {folder}: it needs up to {-(-need >> 20)} MiB, {_RESERVE >> 20} MiB of "
-            f"them to stay free, and {free >> 20} MiB are left. Free space, or move the capture to a larger disk."
+        segments, packed = capture.segments(rank), capture.packed(rank)
+        parts = [each for each in packed if each.path != target]
+        held = {step for each in packed if each.path == target for step in each.steps}
+        loose = sorted({*segments, *(step for each in parts for step in each.steps)})
+        if not loose:
+            continue
+        files = [capture.path / rank_folder(rank) / segment_file(step) for step in segments]
+        files += [each.path for each in parts]
+        before = sum(file.stat().st_size for file in files)
+        fresh = not held.issuperset(loose)
+        source = Source(
+            run_id=capture.run_id,
+            rank=rank,
+            world_size=capture.world_size,
+            steps=capture.steps(rank) if fresh else tuple(loose),
+            open_step=partial(capture.open_step, rank),
+            nbytes=partial(capture.step_nbytes, rank),
         )
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What all steps of a rank share, gathered in a first pass over their tables."""
-
-    names: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """Name of a quantity, a value for each of `NAMES`, to its column."""
-    texts: dict[str, dict[bytes, int]] = field(default_factory=lambda: {table.name: {} for table in LISTED})
-    """Texts of each of `LISTED`, numbered."""
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
-    """Most texts, sketches and samples of a step."""
-    widths: dict[str, int] = field(default_factory=lambda: {"sketch": 1, "sample": 1, "text": 1})
-    """Length of a sketch and of a sample, bytes of the longest text."""
-
-    def add(self, tables: Tables) -> None:
-        for names in zip(*(_listed(tables[table.name]) for table in NAMES), strict=True):
-            self.names.setdefault(names, len(self.names))
-        for column, known in self.texts.items():
-            for text in tables[column]:
-                known.setdefault(text, len(known))
-        for name in COUNTED:
-            self.counts[name] = max(self.counts[name], len(tables[name]))
-        for name in ("sketch", "sample"):
-            self.widths[name] = max(self.widths[name], tables[name].shape[1])
-        self.widths["text"] = max([self.widths["text"], *map(len, tables["text"])])
-
-
-def _listed(column: npt.NDArray[Any] | list[bytes]) -> list[Any]:
-    return column.tolist() if isinstance(column, np.ndarray) else column
-
-
-def _fill(
-    file: h5py.File, capture: Capture, rank: int, compress: bool, sink: Sink, progress: Callable[[int], None]
-) -> None:
-    steps = capture.steps(rank)
-    plan = _Plan()
-    digests, created = [], []
-    for step in steps:
-        with capture.open_step(rank, step) as opened:
-            plan.add(opened.tables())
-            digests.append(opened.tables_digest().encode())
-            created.append(opened.created_utc().encode())
-    attributes: dict[str, int | str] = {
-        "probe_format": FORMAT_PACKED,
-        "probe_format_version": FORMAT_VERSION,
-        "probe_format_minor": FORMAT_MINOR,
-        "run_id": capture.run_id,
-        "rank": rank,
-        "world_size": capture.world_size,
-        "created_utc": now(),
-    }
-    for name, value in attributes.items():
-        kind = h5py.string_dtype("utf-8", len(value.encode())) if isinstance(value, str) else np.dtype("<i8")
-        file.attrs.create(name, value.encode() if isinstance(value, str) else value, dtype=kind)
-    datasets = _lay_out(file, plan, steps, digests, created, compress)
-    tensors = None
-    for s, step in enumerate(steps):
-        with capture.open_step(rank, step) as opened:
-            tables = opened.tables()
-            _write_step(datasets, plan, s, tables)
-            links = [link for link in tables["tensor"] if link]
-            if links:
-                tensors = tensors or file.create_group("tensors")
-                group = tensors.create_group(f"step{step:08d}")
-                stored: dict[tuple[Any, ...], bytes] = {}
-                for link in links:
-                    tensor = opened.tensor(link)
-                    same = stored.setdefault((tensor.digest, tensor.dtype, tensor.shape), link)
-                    if same is link:
-                        add_tensor(group, link, tensor, compress)
-                    else:
-                        group.id.links.create_hard(link, group.id, same)
-        sink.require_sound()
-        progress(capture.file(rank, step).stat().st_size)
-
-
-def _lay_out(
-    file: h5py.File,
-    plan: _Plan,
-    steps: tuple[int, ...],
-    digests: list[bytes],
-    created: list[bytes],
-    compress: bool,
-) -> dict[str, h5py.Dataset]:
-    """Make all datasets, and fill those that are the same for all steps."""
-    count, quantities = len(steps), len(plan.names)
-    file.create_dataset("step", data=np.array(steps, dtype="<i8"))
-    _add_texts(file, "tables_xxh3_128", digests)
-    _add_texts(file, "created_utc", created)
-    columns = list(zip(*plan.names, strict=True)) or [()] * len(NAMES)
-    for table, column in zip(NAMES, columns, strict=True):
-        if table.code == "S":
-            _add_texts(file, table.name, list(column))
+        if fresh:
+            write_packed(source, target, compress=compress, progress=progress or (lambda nbytes: None))
         else:
-            file.create_dataset(table.name, data=np.array(column, dtype=table.code))
-    for table in LISTED:
-        _add_texts(file, table.name, list(plan.texts[table.name]))
-    made: dict[str, h5py.Dataset] = {}
-
-    def add(name: str, shape: tuple[int, ...], kind: Any, chunk: tuple[int, ...], empty: Any) -> None:
-        filters: dict[str, Any] = {"fletcher32": True}
-        if compress and name not in ("sketch", "sample"):  # noise does not get smaller
-            filters |= {"shuffle": True, "compression": "gzip", "compression_opts": 1}
-        if not all(shape):
-            made[name] = file.create_dataset(name, shape, kind)
-        else:
-            made[name] = file.create_dataset(name, shape, kind, chunks=chunk, fillvalue=empty, **filters)
-
-    add("stored", (count, 3), "<i4", (1, 3), 0)
-    for name in ("row", *(f"{table.name}_row" for table in LISTED)):
-        add(name, (count, quantities), "<i4", (1, quantities), -1)
-    for table in STEPPED:
-        if table.name in COUNTED:
-            rows, width = plan.counts[table.name], plan.widths[table.name]
-            if table.code == "S":
-                add(table.name, (count, rows), h5py.string_dtype("utf-8", width), (1, min(rows, 16)), b"")
-            else:
-                add(table.name, (count, rows, width), table.code, (1, min(rows, _ROWS), width), np.nan)
-        else:
-            tail = tuple(int(axis) for axis in table.axes[2:])
-            empty = np.nan if table.code == "<f8" else -1 if table.code == "<i4" else 0
-            add(table.name, (count, quantities, *tail), table.code, (1, quantities, *tail), empty)
-    _name_axes(file, made)
-    return made
-
-
-def _add_texts(file: h5py.File, name: str, texts: list[bytes]) -> None:
-    width = max(map(len, texts), default=0)
-    space = h5py.h5s.create_simple((len(texts),))
-    kind = text_type(width)
-    dataset = h5py.h5d.create(file.id, name.encode(), kind, space)
-    if texts:
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array(texts, dtype=f"S{max(1, width)}"), mtype=kind)
-
-
-def _name_axes(file: h5py.File, made: dict[str, h5py.Dataset]) -> None:
-    """Name the axes, so that tools such as xarray align the tables by step and quantity. All of a table, or none."""
-    axes: dict[str, tuple[str, ...]] = {"hash": ("hash_half",), "stored": ("stored_kind",), "text": ("text_i",)}
-    axes |= {"sketch": ("sketch_i", "sketch_k"), "sample": ("sample_i", "sample_n")}
-    for name in ("step", "quantity"):
-        file[name].make_scale(name)
-    for name, dataset in made.items():
-        behind = () if name in COUNTED or name == "stored" else ("quantity",)
-        for at, axis in enumerate(("step", *behind, *axes.get(name, ()))):
-            if axis not in file:
-                file.create_dataset(axis, data=np.arange(dataset.shape[at], dtype="<i4")).make_scale(axis)
-            dataset.dims[at].attach_scale(file[axis])
-    of_axis = {"step": ("tables_xxh3_128", "created_utc"), "quantity": tuple(each.name for each in NAMES[1:])}
-    for axis, names in of_axis.items():
-        for name in names:
-            file[name].dims[0].attach_scale(file[axis])
-
-
-def _write_step(datasets: dict[str, h5py.Dataset], plan: _Plan, s: int, tables: Tables) -> None:
-    columns = [plan.names[name] for name in zip(*(_listed(tables[table.name]) for table in NAMES), strict=True)]
-    at = np.array(columns, dtype=np.intp)
-
-    def put(name: str, values: Any) -> None:
-        dataset = datasets[name]
-        if not dataset.size:
-            return
-        whole = np.full(dataset.shape[1:], dataset.fillvalue, dtype=dataset.dtype)
-        whole[at] = values
-        dataset[s] = whole
-
-    put("row", np.arange(len(at), dtype=np.int32))
-    for table in LISTED:
-        put(f"{table.name}_row", [plan.texts[table.name][text] for text in tables[table.name]])
-    for table in STEPPED:
-        values = tables[table.name]
-        if table.name not in COUNTED:
-            put(table.name, values)
-        elif datasets[table.name].size:
-            dataset = datasets[table.name]
-            whole = np.full(dataset.shape[1:], dataset.fillvalue, dtype=dataset.dtype)
-            if len(values):
-                whole[: len(values)] = np.array(values, dtype=dataset.dtype) if table.code == "S" else values
-            dataset[s] = whole
-    datasets["stored"][s] = [len(tables[name]) for name in COUNTED]
-
-
-def _verify(capture: Capture, rank: int, path: Path, steps: tuple[int, ...]) -> None:
-    """Read a packed file back, and compare every step with what it was made of.
-
-    Equal digests over what was read on both sides are equal bits.
-    """
-    packed = Packed(path, run_id=capture.run_id, rank=rank, world_size=capture.world_size)
-    if not set(steps) <= set(packed.steps):
-        raise CaptureError(f"Packed file {path} lacks steps of rank {rank}. Its segments are kept.")
-    with open_segment(path, PACKED) as file:
-        for step in steps:
-            copy = StepFile(file, step, packed)
-            tables = copy.tables()
-            with capture.open_step(rank, step) as source:
-                same = source.tables_digest() == copy.tables_digest()
-                for link in (link for link in tables["tensor"] if link) if same else ():
-                    one, two = source.tensor(link), copy.tensor(link)
-                    same = same and (one.dtype, one.shape, one.digest) == (two.dtype, two.shape, two.digest)
-                    two.verify()
-            if not same:
-                raise CaptureError(
-                    f"Packed file {path} does not hold what step {step} of rank {rank} does. The segments are kept; "
-                    "remove the packed file and pack again."
-                )
+            require_same(source, target)
+        if remove:
+            for file in files:
+                file.unlink(missing_ok=True)
+            sync_folder(capture.path / rank_folder(rank))
+        yield PackedRank(
+            rank=rank,
+            steps=len(source.steps) if fresh else len(held),
+            before=before,
+            after=target.stat().st_size,
+            removed=len(segments) if remove else 0,
+            merged=len(parts) if remove else 0,
+            fresh=fresh,
+        )

@@ -93,7 +93,10 @@ def _end_problems(file: Path, rank: int, run_id: str, dropped: set[int], listed_
         yield f"rank {rank} dropped {steps_in_words(dropped)}"
     segments = end.get("segments")
     entries = segments if isinstance(segments, list) else []
-    listed_steps.update(_numbers([entry.get("first_step") for entry in entries if isinstance(entry, dict)]))
+    for entry in entries:
+        if isinstance(entry, dict):
+            # A file of several steps lists them; the range from first to last may have holes.
+            listed_steps.update(_numbers([entry.get("first_step")]), _numbers(entry.get("steps")))
 
 
 def _numbers(found: object) -> list[int]:

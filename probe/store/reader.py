@@ -2,15 +2,15 @@
 
 Opening looks at file names, the JSON files and the steps of packed files alone, so that a capture of thousands of
 segments opens at once and one that is damaged still says what it holds. A step that is both packed and there as a
-segment is read from its segment. What cannot be trusted is an error, never a value: the tables of a step and every
-tensor are checked against their digests. This module must not know how values are compared.
+segment is read from its segment. A run that goes on may fold the segments of a capture that is open: what has gone is
+looked for again. What cannot be trusted is an error, never a value: the tables of a step and every tensor are checked
+against their digests. This module must not know how values are compared.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,16 @@ import xxhash
 from probe.errors import CaptureError, CaptureFormatError, listed
 from probe.point import Key
 from probe.store.dtypes import BITS, widen
-from probe.store.guard import PACKED, open_segment
+from probe.store.guard import open_segment
 from probe.store.layout import (
     FORMAT_CAPTURE,
     FORMAT_VERSION,
     MANIFEST_FILE,
-    PACKED_FILE,
-    PACKED_FOLDER,
-    RANK_FOLDER,
-    SEGMENT_FILE,
     FullTensor,
     StepRows,
-    rank_folder,
-    segment_file,
 )
 from probe.store.packed import Packed
+from probe.store.places import Places
 from probe.store.problems import find_problems, read_json, steps_in_words
 from probe.store.rows import Decoder, Tables, encode
 from probe.store.steps import StepFile, require_segment
@@ -81,14 +76,9 @@ class Capture:
         self.manifest = _manifest(path)
         self.run_id = self.manifest["run_id"]
         self.world_size = self.manifest["world_size"]
-        self._segments = _segments(path)
-        self._packed, unreadable = _packed(path, self.run_id, self.world_size)
-        self._steps = {
-            rank: tuple(sorted({*self.segments(rank), *self.packed_steps(rank)}))
-            for rank in {*self._segments, *self._packed}
-        }
-        self.ranks = tuple(sorted(self._steps))
-        self.problems = (*unreadable, *find_problems(path, self.manifest, self._steps))
+        self._places = Places(path, run_id=self.run_id, world_size=self.world_size)
+        self.ranks = tuple(sorted(self._places.steps))
+        self.problems = (*self._places.problems, *find_problems(path, self.manifest, self._places.steps))
         self._names: dict[int, tuple[tuple[Key, ...], tuple[str, ...]]] = {}
         self._twins = Twins()
 
@@ -98,24 +88,27 @@ class Capture:
 
     def steps(self, rank: int) -> tuple[int, ...]:
         """List the steps that a rank recorded, ascending."""
-        if rank not in self._steps:
+        if rank not in self._places.steps:
             raise CaptureError(f"Capture {self.path} has no rank {rank}; it has {listed(self.ranks) or 'none'}.")
-        return self._steps[rank]
+        return self._places.steps[rank]
 
     def segments(self, rank: int) -> tuple[int, ...]:
         """List the steps of a rank that are there as segments."""
-        return self._segments.get(rank, ())
+        return self._places.segments(rank)
 
-    def packed_steps(self, rank: int) -> tuple[int, ...]:
-        """List the steps of a rank that are packed."""
-        return self._packed[rank].steps if rank in self._packed else ()
+    def packed(self, rank: int) -> tuple[Packed, ...]:
+        """List the packed files of a rank: those made while it recorded, then the one that `probe pack` made."""
+        return self._places.packed(rank)
 
     @property
     def nbytes(self) -> int:
-        """Size of all segments and packed files."""
-        return sum(
-            file.stat().st_size for file in {self.file(rank, s) for rank in self.ranks for s in self.steps(rank)}
-        )
+        """Size of all segments and packed files; none for what has gone since the capture was opened."""
+        return sum(_size(file) for file in {self.file(rank, s) for rank in self.ranks for s in self.steps(rank)})
+
+    def step_nbytes(self, rank: int, step: int) -> int:
+        """Return what a step takes of the file that holds it; packed steps take the same each."""
+        packed = self._places.packed_file_of(rank, step)
+        return _size(self.file(rank, step)) // (1 if packed is None else len(packed.steps))
 
     @property
     def may_keep_tensors(self) -> bool:
@@ -133,7 +126,7 @@ class Capture:
             CaptureFormatError: The file is damaged, hostile, of another run or of a newer version.
         """
         rows = self._rows(rank, step)
-        if step == self._steps[rank][0]:
+        if step == self.steps(rank)[0]:
             self._names[rank] = rows.keys, rows.text
         return rows
 
@@ -144,7 +137,7 @@ class Capture:
         return self._names[rank]
 
     def _rows(self, rank: int, step: int) -> StepRows:
-        known = self._twins.tables(self.file(rank, step), self._identity(rank, step))
+        known = self._known_tables(rank, step)
         if known is not None:
             # Tables that contradict each other are decoded again below, for the error message.
             with suppress(ValueError, KeyError, IndexError):
@@ -160,13 +153,18 @@ class Capture:
 
     def tables(self, rank: int, step: int) -> Tables:
         """Read the tables of a step, without HDF5 where their places are known."""
-        tables = self._twins.tables(self.file(rank, step), self._identity(rank, step))
+        tables = self._known_tables(rank, step)
         if tables is None:
             with self.open_step(rank, step) as opened:
                 tables = opened.tables()
                 if opened.packed is None:
                     self._twins.learn(opened.file)
         return tables
+
+    def _known_tables(self, rank: int, step: int) -> Tables | None:
+        """Read the tables of a step without HDF5, where others like it were read before."""
+        path, packed = self.file(rank, step), self._places.packed_file_of(rank, step)
+        return self._twins.tables(path, self._identity(rank, step)) if packed is None else packed.known_tables(step)
 
     def tensor_keys(self, rank: int, step: int) -> tuple[Key, ...]:
         """List the quantities of a step whose tensors are kept whole, in order of first execution."""
@@ -212,27 +210,36 @@ class Capture:
 
     @contextmanager
     def open_step(self, rank: int, step: int) -> Iterator[StepFile]:
-        """Open the file that holds a step: its segment, or else the rank's packed file."""
-        path = self.file(rank, step)
-        if step in self.segments(rank):
+        """Open the file that holds a step: its segment, or else a packed file."""
+        with ExitStack() as opened:
+            try:
+                found = opened.enter_context(self._opened(rank, step))
+            except CaptureError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+                self._places.look_again(rank)
+                found = opened.enter_context(self._opened(rank, step))
+            yield found
+
+    @contextmanager
+    def _opened(self, rank: int, step: int) -> Iterator[StepFile]:
+        path, packed = self.file(rank, step), self._places.packed_file_of(rank, step)
+        if packed is None:
             with open_segment(path) as segment:
                 require_segment(segment, self._identity(rank, step))
                 yield StepFile(segment, step)
         else:
-            packed = self._packed[rank]
-            with open_segment(path, PACKED) as file:
+            with open_segment(path, packed.sort) as file:
                 packed.require_identity(file)
                 yield StepFile(file, step, packed)
 
     def file(self, rank: int, step: int) -> Path:
         """Return the file that holds a step."""
         steps = self.steps(rank)
-        if step not in steps:
+        if not self._places.holds(rank, step):
             has = steps_in_words(steps)
             raise CaptureError(f"Rank {rank} of capture {self.path} has no step {step}; it has {has}.")
-        if step in self.segments(rank):
-            return self.path / rank_folder(rank) / segment_file(step)
-        return self._packed[rank].path
+        return self._places.file(rank, step)
 
     def _identity(self, rank: int, step: int) -> dict[str, int | str]:
         return {
@@ -315,28 +322,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _segments(path: Path) -> dict[int, tuple[int, ...]]:
-    """List the steps of each rank by file names; what has another name is no part of the capture."""
-    ranks: dict[int, tuple[int, ...]] = {}
-    with os.scandir(path) as folders:
-        for folder in folders:
-            rank = RANK_FOLDER.fullmatch(folder.name)
-            if rank and folder.is_dir():
-                steps = (SEGMENT_FILE.fullmatch(name) for name in os.listdir(folder))
-                ranks[int(rank[1])] = tuple(sorted(int(step[1]) for step in steps if step))
-    return ranks
-
-
-def _packed(path: Path, run_id: str, world_size: int) -> tuple[dict[int, Packed], tuple[str, ...]]:
-    """List the packed file of each rank, and say of each that cannot be read why."""
-    ranks: dict[int, Packed] = {}
-    problems = []
-    folder = path / PACKED_FOLDER
-    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-        rank = PACKED_FILE.fullmatch(name)
-        if rank:
-            try:
-                ranks[int(rank[1])] = Packed(folder / name, run_id=run_id, rank=int(rank[1]), world_size=world_size)
-            except CaptureError as error:
-                problems.append(f"rank {int(rank[1])} has a packed file that cannot be read: {error}")
-    return ranks, tuple(problems)
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0

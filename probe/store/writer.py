@@ -26,6 +26,7 @@ from probe.store.layout import (
     TABLES,
     TABLES_HASH,
     UNFINISHED,
+    Folded,
     StepRows,
     rank_folder,
     segment_file,
@@ -122,25 +123,40 @@ class RankWriter:
         self._written.append(_Written(file=target.name, step=rows.step, nbytes=nbytes))
         return nbytes
 
-    def close(self, *, error: str | None, dropped_steps: Sequence[int]) -> None:
+    def close(self, *, error: str | None, dropped_steps: Sequence[int], folded: Sequence[Folded] = ()) -> None:
         """Write `end.json`, which says that this rank ended in good order.
 
         Args:
             error: What ended recording early, or None.
             dropped_steps: Steps that should have been recorded and were not.
+            folded: Files that hold steps in place of their segments.
 
         Raises:
             CaptureError: The file cannot be written.
         """
         self._require_own_process()
+        gone = {step for each in folded for step in each.steps}
         write_json(
             self._folder / END_FILE,
             {
                 "run_id": self.run_id,
                 "rank": self.rank,
                 "segments": [
-                    {"file": each.file, "first_step": each.step, "last_step": each.step, "bytes": each.nbytes}
-                    for each in self._written
+                    *(
+                        {
+                            "file": each.file,
+                            "first_step": each.steps[0],
+                            "last_step": each.steps[-1],
+                            "bytes": each.nbytes,
+                            "steps": list(each.steps),
+                        }
+                        for each in folded
+                    ),
+                    *(
+                        {"file": each.file, "first_step": each.step, "last_step": each.step, "bytes": each.nbytes}
+                        for each in self._written
+                        if each.step not in gone
+                    ),
                 ],
                 "dropped_steps": sorted(int(step) for step in dropped_steps),
                 "error": error,
