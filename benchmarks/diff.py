@@ -7,7 +7,7 @@
 Captures are made of random numbers under --folder, and kept there for the next time. All arms run interleaved with
 their files in the page cache. `cmp` stops at the first byte that differs, so it is given identical copies: it then
 reads all, as a comparison of tensors that all differ must. Memory is the proportional set size of all processes,
-sampled every 20 ms."""
+sampled every 20 ms in a run of its own."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Took:
     peak_mb: float
 
 
-def once(*commands: list[str]) -> Took:
-    """Run commands one after the other."""
+def once(*commands: list[str], watched: bool = False) -> Took:
+    """Run commands one after the other; sample their memory only if asked, for that takes a quarter of a core."""
     peak, done = 0.0, threading.Event()
     pid = 0
 
@@ -49,7 +49,8 @@ def once(*commands: list[str]) -> Took:
             peak = max(peak, _memory(pid) if pid else 0.0)
 
     watcher = threading.Thread(target=watch)
-    watcher.start()
+    if watched:
+        watcher.start()
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     for command in commands:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -59,7 +60,8 @@ def once(*commands: list[str]) -> Took:
             sys.exit(f"{' '.join(command)} failed:\n{said.decode()}")
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     done.set()
-    watcher.join()
+    if watched:
+        watcher.join()
     return Took(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak)
 
 
@@ -79,17 +81,16 @@ def _memory(pid: int) -> float:
 
 
 def interleaved(arms: dict[str, list[list[str]]], repeats: int) -> dict[str, list[Took]]:
-    """Run all arms in turn, once to warm up and then as often as asked, and print what each took."""
+    """Run all arms in turn, once to warm up and measure memory, then as often as asked, and print what each took."""
+    peaks = {name: once(*commands, watched=True).peak_mb for name, commands in arms.items()}
     took: dict[str, list[Took]] = {name: [] for name in arms}
-    for repeat in range(repeats + 1):
+    for _ in range(repeats):
         for name, commands in arms.items():
-            one = once(*commands)
-            if repeat:
-                took[name].append(one)
+            took[name].append(once(*commands))
     print(f"{machine()}; median (least to most) of {repeats} interleaved repeats")
     for name, runs in took.items():
-        wall, cpu, peak = ([getattr(run, field) for run in runs] for field in ("wall_s", "cpu_s", "peak_mb"))
-        print(f"{name:24s} wall {spread(wall)} s   CPU {spread(cpu)} s   memory {max(peak):.0f} MB")
+        wall, cpu = ([getattr(run, field) for run in runs] for field in ("wall_s", "cpu_s"))
+        print(f"{name:24s} wall {spread(wall)} s   CPU {spread(cpu)} s   memory {peaks[name]:.0f} MB")
     return took
 
 
