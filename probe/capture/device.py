@@ -56,6 +56,7 @@ def device_row(tensor: torch.Tensor, name: str, scratch: Scratch) -> torch.Tenso
     flat = flat_numbers(tensor, scratch)
     rows = numel // SKETCH_K
     signs = row_weights(rows, device, flat.dtype)
+    # Each operation from here on is a launch, which is what a tap costs there.
     total = torch.zeros(2, SKETCH_K, dtype=torch.float64, device=device)
     for first in range(0, rows, ROWS_PER_BLOCK):
         count = min(ROWS_PER_BLOCK, rows - first)
@@ -63,18 +64,19 @@ def device_row(tensor: torch.Tensor, name: str, scratch: Scratch) -> torch.Tenso
         total += signs[:, first : first + count] @ block
     rest = flat[rows * SKETCH_K :]
     if rest.numel():
-        total[:, : rest.numel()] += _last_signs(rows, device, flat.dtype) * rest
+        total[:, : rest.numel()].add_(_last_signs(rows, device, flat.dtype) * rest)
     norm, index = torch.linalg.vector_norm, _sample_index_on(name, numel, device)
-    # Each of these is a launch, which is what a tap costs there; sums of several types are joined as float64.
-    pieces = (
-        total[1].sum().view(1),
-        norm(flat).view(1),
-        norm(flat, 1).view(1),
-        norm(flat, math.inf).view(1),
-        (~torch.isfinite(flat)).sum().view(1),
-        _count(numel, device),
-        total[0],
-        flat.index_select(0, index),
-        _nothing(SAMPLES - index.numel(), device),
+    norms = [norm(flat, order).view(1) for order in (2, 1, math.inf)]
+    taken = torch.cat([*norms, flat.index_select(0, index)]).double()
+    nonfinite = (flat * 0).isnan().sum(dtype=torch.float64)
+    return torch.cat(
+        [
+            total[1].sum().view(1),
+            taken[:3],
+            nonfinite.view(1),
+            _count(numel, device),
+            total[0],
+            taken[3:],
+            _nothing(SAMPLES - index.numel(), device),
+        ]
     )
-    return torch.cat([piece.double() for piece in pieces])
