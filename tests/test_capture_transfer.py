@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from probe.capture import reducer, summary
+from probe.capture.device import device_row
 from probe.capture.recorder import Recorder, step_key
-from probe.capture.shards import Part
+from probe.capture.shards import Part, part_row
 from probe.capture.transfer import Transfer
 from probe.plan import Plan
 from probe.point import Key, Kind
@@ -89,6 +93,23 @@ def test_a_long_parameter_is_not_brought_to_the_host_for_its_digest(
     rows = recorded(tmp_path)
     digested = {key.label for key, digest in zip(rows.keys, rows.hash, strict=True) if digest.any()}
     assert digested == {key.label for key in rows.keys if key.kind is Kind.BATCH}
+
+
+def test_nothing_is_left_to_matrix_products_which_tf32_would_round() -> None:
+    asked: list[str] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(str(operation))
+            return operation(*args, **(kwargs or {}))
+
+    with Watching():
+        device_row(torch.randn(600, 251), "x", summary.Scratch())
+        part_row(
+            torch.randn(600), "x", Part(shape=(1800,), local=(600,), start=600, ranks=(0, 1, 2)), summary.Scratch()
+        )
+    assert any("index_select" in operation for operation in asked)
+    assert [operation for operation in asked if re.search(r"mm|mv|matmul|dot|einsum|linear", operation)] == []
 
 
 def test_all_is_sent_at_the_end_of_a_step_and_waited_for_by_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,18 @@ import math
 
 import torch
 
-from probe.capture.summary import Scratch, as_real, flat_numbers, last_sign, row_weights, sample_index
+from probe.capture.summary import Scratch, as_real, flat_numbers, last_sign, row_signs, sample_index
 from probe.store.layout import SAMPLES, SKETCH_K
 
-ROWS_PER_BLOCK = 4096
-"""Rows of k elements that are reduced at once: more than on a CPU, for a launch costs more than a read."""
+ROWS_PER_BLOCK = 16384
+"""Rows of k elements that are reduced at once, 16 MB in fp32: many, for a launch costs more than a read; and not all,
+for the products take as much of the device's memory."""
 
 
-@functools.lru_cache(maxsize=4096)
-def _last_signs(row: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor([[last_sign(row)], [1.0]], dtype=dtype, device=device)
+@functools.lru_cache(maxsize=8192)
+def signs_on(first: int, rows: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Give the signs of rows of k elements, [rows, 1], on a device."""
+    return torch.from_numpy(row_signs(first, rows)[:, None]).to(device=device, dtype=dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -55,27 +57,27 @@ def device_row(tensor: torch.Tensor, name: str, scratch: Scratch) -> torch.Tenso
         return torch.cat([torch.zeros(6 + SKETCH_K, dtype=torch.float64, device=device), _nothing(SAMPLES, device)])
     flat = flat_numbers(tensor, scratch)
     rows = numel // SKETCH_K
-    signs = row_weights(rows, device, flat.dtype)
-    # Each operation from here on is a launch, which is what a tap costs there.
-    total = torch.zeros(2, SKETCH_K, dtype=torch.float64, device=device)
+    # Each operation from here on is a launch, which is what a tap costs there. None is a matrix product: under TF32,
+    # which many jobs allow, it would round the elements to eleven bits.
+    sketch = torch.zeros(SKETCH_K, dtype=torch.float64, device=device)
     for first in range(0, rows, ROWS_PER_BLOCK):
         count = min(ROWS_PER_BLOCK, rows - first)
         block = flat[first * SKETCH_K : (first + count) * SKETCH_K].view(count, SKETCH_K)
-        total += signs[:, first : first + count] @ block
+        sketch += (signs_on(first, count, device, flat.dtype) * block).sum(0, dtype=torch.float64)
     rest = flat[rows * SKETCH_K :]
     if rest.numel():
-        total[:, : rest.numel()].add_(_last_signs(rows, device, flat.dtype) * rest)
+        sketch[: rest.numel()].add_(rest, alpha=last_sign(rows))
     norm, index = torch.linalg.vector_norm, _sample_index_on(name, numel, device)
     norms = [norm(flat, order).view(1) for order in (2, 1, math.inf)]
     taken = torch.cat([*norms, flat.index_select(0, index)]).double()
     nonfinite = (flat * 0).isnan().sum(dtype=torch.float64)
     return torch.cat(
         [
-            total[1].sum().view(1),
+            flat.sum(dtype=torch.float64).view(1),
             taken[:3],
             nonfinite.view(1),
             _count(numel, device),
-            total[0],
+            sketch,
             taken[3:],
             _nothing(SAMPLES - index.numel(), device),
         ]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from probe.capture import summary
+from probe.capture import device, summary
 from probe.store import parts
 from probe.store.layout import SKETCH_K
 
@@ -170,11 +170,6 @@ def _pieces(flat: torch.Tensor, part: Part, scratch: summary.Scratch) -> Iterato
         yield (part.offset[0] + row) * math.prod(inner), span
 
 
-@functools.lru_cache(maxsize=8192)
-def _signs(first: int, rows: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(summary.row_signs(first, rows)).to(device=device, dtype=dtype)
-
-
 def _sketch(start: int, piece: torch.Tensor, scratch: summary.Scratch) -> torch.Tensor:
     """Sketch elements that begin anywhere in the flat index of the whole. Returns float64 [K]."""
     head = start % SKETCH_K
@@ -183,12 +178,13 @@ def _sketch(start: int, piece: torch.Tensor, scratch: summary.Scratch) -> torch.
     padded[:head].zero_()
     padded[head : head + piece.numel()].copy_(piece)
     padded[head + piece.numel() :].zero_()
-    signs = _signs(start // SKETCH_K, rows, piece.device, piece.dtype)
+    signs = device.signs_on(start // SKETCH_K, rows, piece.device, piece.dtype)
     total = torch.zeros(SKETCH_K, dtype=torch.float64, device=piece.device)
-    for first in range(0, rows, summary.ROWS_PER_BLOCK):
-        count = min(summary.ROWS_PER_BLOCK, rows - first)
+    most = summary.ROWS_PER_BLOCK if piece.is_cpu else device.ROWS_PER_BLOCK
+    for first in range(0, rows, most):
+        count = min(most, rows - first)
         block = padded[first * SKETCH_K : (first + count) * SKETCH_K].view(count, SKETCH_K)
-        total += signs[first : first + count] @ block
+        total += (signs[first : first + count] * block).sum(0, dtype=torch.float64)
     return total
 
 
