@@ -69,7 +69,7 @@ class Terminal(io.StringIO):
 
 def printed(monkeypatch: pytest.MonkeyPatch, stdout: io.StringIO, **environment: str) -> str:
     """Print a comparison in an environment that says nothing else of colours."""
-    for name in ("NO_COLOR", "FORCE_COLOR"):
+    for name in ("NO_COLOR", "FORCE_COLOR", "LINES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"TERM": "xterm-256color", "COLUMNS": "100", **environment}.items():
         monkeypatch.setenv(name, value)

@@ -53,9 +53,9 @@ def _of_itself(check: CheckResult) -> str:
 
 
 def worst_check(comparison: Comparison) -> CheckResult | None:
-    """Find the failing check that is furthest above its tolerance."""
+    """Find the failing check that is furthest above its tolerance: the first, where three digits are the same."""
     failing = [check for check in comparison.checks if check.verdict in words.FAILING and check.worst is not None]
-    return max(failing, key=times_allowed, default=None)
+    return max(failing, key=lambda check: float(f"{times_allowed(check):.3g}"), default=None)
 
 
 def times_allowed(check: CheckResult) -> float:
