@@ -9,6 +9,7 @@ Shapes: see `probe.store.layout`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
@@ -249,7 +250,9 @@ def _labels(keys: Sequence[Key]) -> list[bytes]:
     return list(labels)
 
 
+@functools.lru_cache(maxsize=65536)
 def _link_name(label: bytes, number: int) -> bytes:
+    """Name a dataset; asked for again at every step."""
     plain = b"".join(
         b"%%%02X" % byte if byte in b"%/\x7f" or byte < 0x20 or (byte == 0x2E and not at) else bytes((byte,))
         for at, byte in enumerate(label)
