@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from probe.measure.series import names_in
 from probe.point import STEP_CLOCK, Key, Kind
 from probe.store.layout import SAMPLES, SCALARS, SKETCH_K, StepRows
 
@@ -37,6 +38,9 @@ class SyntheticCapture:
 
     def rows(self, rank: int, step: int) -> StepRows:
         return self.segments[rank, step]
+
+    def names(self, rank: int) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+        return names_in(self, rank)
 
     def edited(self, edit: Callable[[StepRows], StepRows]) -> SyntheticCapture:
         return replace(self, segments={place: edit(rows) for place, rows in self.segments.items()})

@@ -155,7 +155,7 @@ def test_the_assumed_tolerance_follows_the_recorded_type() -> None:
     assert measured(rows, rows).assumed[0] == ASSUMED_EPSILONS * EPSILON["bfloat16"]
 
 
-@pytest.mark.skipif(distance._sketches is None, reason="probe.measure._sketches was not built")
+@pytest.mark.skipif(distance.compiled is None, reason="there was no C compiler when the package was installed")
 @pytest.mark.parametrize("width", [1, 2, 7, 8, 9, 250, 251, 256])
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 300])
 def test_the_compiled_module_gives_the_same_bits_as_numpy(
@@ -167,13 +167,13 @@ def test_the_compiled_module_gives_the_same_bits_as_numpy(
     baseline[1:2, 0], baseline[2:3, -1], candidate[3:4, 0] = np.nan, np.inf, -np.inf
     with np.errstate(all="ignore"):
         compiled = distance._squared_distance(baseline, candidate, None)
-        monkeypatch.setattr(distance, "_sketches", None)
+        monkeypatch.setattr(distance, "compiled", None)
         np.testing.assert_array_equal(compiled, distance._squared_distance(baseline, candidate, None), strict=True)
 
 
-@pytest.mark.skipif(distance._sketches is None, reason="probe.measure._sketches was not built")
+@pytest.mark.skipif(distance.compiled is None, reason="there was no C compiler when the package was installed")
 @pytest.mark.parametrize("sizes", [(8, 4, 8), (8, 8, 12), (12, 12, 16), (8, 8, 0)])
 def test_the_compiled_module_refuses_blocks_that_do_not_fit(sizes: tuple[int, int, int]) -> None:
-    squared = distance._sketches.squared
+    squared = distance.compiled.squared
     with pytest.raises(ValueError, match=r"^squared: the blocks have other sizes\.$"):
         squared(*(bytearray(size) for size in sizes))

@@ -5,11 +5,9 @@ import math
 import os
 import re
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -20,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_rows import forward_keys, make_rows, random_tensor
 
-from probe import cli, measure
+from probe import cli
 from probe.errors import CaptureFormatError
 from probe.measure import blocks, elementwise
 from probe.measure.elementwise import ElementDifference, ElementsCompared, compare_elements
@@ -199,19 +197,6 @@ def test_the_compiled_comparison_refuses_what_does_not_fit() -> None:
     for one, two, number in ((b"1234", b"12345678", 0), (b"123", b"123", 0), (b"1", b"1", 1), (b"1234", b"1234", 7)):
         with pytest.raises(ValueError, match=r"^compare: the blocks have other sizes, or the type is unknown\.$"):
             compare(one, two, number, 0.0)
-
-
-def test_a_build_that_is_called_in_another_way_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for interface, used in ((blocks.INTERFACE, True), (blocks.INTERFACE - 1, False), (None, False)):
-        build = SimpleNamespace() if interface is None else SimpleNamespace(INTERFACE=interface)
-        monkeypatch.setitem(sys.modules, "probe.measure._elementwise", build)
-        monkeypatch.setattr(measure, "_elementwise", build, raising=False)
-        assert blocks._compiled() is (build if used else None)
-
-
-def test_the_build_at_hand_is_of_this_source() -> None:
-    build = pytest.importorskip("probe.measure._elementwise")
-    assert blocks.compiled is build
 
 
 @pytest.mark.parametrize("built", [pytest.param(True, marks=needs_compiler), False], ids=["compiled", "numpy"])

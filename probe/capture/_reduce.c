@@ -419,7 +419,11 @@ static PyObject *samples_are(PyObject *module, PyObject *const *args, Py_ssize_t
 
 static PyMethodDef methods[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL,
-     "reduce(address, numel, type, copy, row, index, sums, counts, sketch, sample): write one row of the last four."},
+     "reduce(address, numel, type, copy, row, index, sums, counts, sketch, sample)\n\n"
+     "Reduce contiguous elements (type 0: fp32, 1: bf16, 2: fp64) at an address, and write one row of the last four:\n"
+     "sums [Q, 4] sum, l2, sum |x|, max |x|; counts [Q, 2] non-finite elements, elements; sketch [Q, K]; sample [Q, at\n"
+     "least len(index)]. The elements are copied to the address `copy`, which must have room for them, unless it is 0.\n"
+     "Raises ValueError where a buffer has another size, an index is outside the tensor, or it has no memory."},
     {"samples_are", (PyCFunction)(void (*)(void))samples_are, METH_FASTCALL,
      "samples_are(address, numel, type, index, sample): tell whether these elements have these values."},
     {NULL, NULL, 0, NULL},

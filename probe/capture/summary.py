@@ -20,6 +20,7 @@ import xxhash
 from torch.utils._python_dispatch import _disable_current_modes
 
 from probe import sketch as sketch_module
+from probe.built import built
 from probe.sketch import mix64
 from probe.store.layout import SAMPLES, SKETCH_K
 
@@ -27,16 +28,7 @@ INTERFACE = 3
 """How the compiled reduction is called here; a build that is called in another way is not used."""
 
 
-def _compiled() -> Any:
-    try:
-        from probe.capture import _reduce
-    except ImportError:
-        return None
-    # A source tree may have moved on since it was built.
-    return _reduce if getattr(_reduce, "INTERFACE", 0) == INTERFACE else None
-
-
-compiled = _compiled()
+compiled = built("probe.capture._reduce", INTERFACE)
 """The compiled reduction; None where there was no C compiler when the package was installed, or the build is older."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -21,7 +21,7 @@ class Transfer:
         """Number of a row, and its flat numbers on the device."""
         self._bits: list[tuple[int, torch.Tensor]] = []
         """Number of a row, and a copy of the tensor on the host."""
-        self._streams: dict[torch.device, dict[int, Any]] = {}
+        self._streams: dict[torch.device, set[Any]] = {}
         """Streams on which something was computed or copied."""
         self._sent: list[tuple[list[int], torch.Tensor]] = []
         self._events: list[Any] = []
@@ -50,7 +50,7 @@ class Transfer:
         for device, streams in self._streams.items():
             module = torch.get_device_module(device)
             current = module.current_stream(device)
-            for stream in streams.values():
+            for stream in streams:
                 current.wait_stream(stream)
             mine = [(row, numbers) for row, numbers in self._rows if numbers.device == device]
             if mine:
@@ -82,8 +82,7 @@ class Transfer:
         return self._bits
 
     def _note(self, device: torch.device) -> None:
-        stream = torch.get_device_module(device).current_stream(device)
-        self._streams.setdefault(device, {})[id(stream) if device.type == "cpu" else hash(stream)] = stream
+        self._streams.setdefault(device, set()).add(torch.get_device_module(device).current_stream(device))
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

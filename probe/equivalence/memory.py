@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from probe.measure.series import names_in
 from probe.point import Key
 from probe.store.layout import StepRows
 
@@ -42,6 +43,10 @@ class MemoryCapture:
     def rows(self, rank: int, step: int) -> StepRows:
         """Rows of one step of one rank."""
         return self.segments[rank, step]
+
+    def names(self, rank: int) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+        """Keys of a rank's first step, and their texts."""
+        return names_in(self, rank)
 
     def keys(self) -> set[Key]:
         """Keys of all rows."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from probe.errors import PlanError
-from probe.measure.series import BEFORE, CaptureLike
+from probe.measure.series import BEFORE, CaptureLike, names_in
 from probe.point import Key, Kind
 from probe.selection import nearest
 from probe.sketch import reductions, sample_index, sketch
@@ -148,6 +148,10 @@ class ChangedCapture:
 
     def steps(self, rank: int) -> tuple[int, ...]:
         return self.capture.steps(rank)
+
+    def names(self, rank: int) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+        """Keys of a rank's first step, and their texts."""
+        return names_in(self, rank)
 
     def rows(self, rank: int, step: int) -> StepRows:
         """Return a segment with the change."""

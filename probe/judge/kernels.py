@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from probe.errors import listed
 from probe.measure.series import CaptureLike
-from probe.point import Key, Kind
+from probe.point import Kind
 
 PREFIX = "attention."
 
@@ -23,23 +23,13 @@ def attention_kernels(capture: CaptureLike) -> dict[str, str]:
     """
     found: dict[str, set[str]] = {}
     # Ranks mostly have the same names and texts, which are then the same objects.
-    columns = {tuple(map(id, both)): both for both in (_names(capture, rank) for rank in capture.ranks) if both}
+    read = [capture.names(rank) for rank in capture.ranks if capture.steps(rank)]
+    columns = {(id(keys), id(texts)): (keys, texts) for keys, texts in read}
     for keys, texts in columns.values():
         for key, text in zip(keys, texts, strict=True):
             if key.kind is Kind.STATE and key.name.startswith(PREFIX):
                 found.setdefault(key.name.removeprefix(PREFIX), set()).add(text)
     return {module: " + ".join(sorted(kernels)) for module, kernels in found.items()}
-
-
-def _names(capture: CaptureLike, rank: int) -> tuple[tuple[Key, ...], tuple[str, ...]] | None:
-    """Return the keys of a rank's first step and their texts; None where it has none."""
-    steps = capture.steps(rank)
-    if not steps:
-        return None
-    if hasattr(capture, "names"):  # a capture that was read before remembers them
-        return capture.names(rank)  # type: ignore[no-any-return]
-    rows = capture.rows(rank, steps[0])
-    return rows.keys, rows.text
 
 
 def kernel_summary(kernels: Mapping[str, str]) -> str:

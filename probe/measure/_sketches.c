@@ -9,6 +9,9 @@
 #include <stdint.h>
 #include <string.h>
 
+/* How Python calls this module; `probe/measure/distance.py` uses no build that is called in another way. */
+#define INTERFACE 1
+
 typedef float f2 __attribute__((vector_size(8)));
 typedef double d2 __attribute__((vector_size(16)));
 
@@ -106,7 +109,9 @@ static PyObject *squared(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"squared", squared, METH_VARARGS, "Square the distances of paired rows of two blocks."},
+    {"squared", squared, METH_VARARGS,
+     "squared(a, b, out): square the distances of paired rows of two fp32 blocks of the same size.\n\n"
+     "`out` is fp64, one for each row. Raises ValueError where the blocks have other sizes."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -120,5 +125,10 @@ PyMODINIT_FUNC PyInit__sketches(void)
     if (__builtin_cpu_supports("avx2"))
         squares_best = squares_avx2;
 #endif
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
 }

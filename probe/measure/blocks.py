@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from probe.built import built
 from probe.store.dtypes import BITS, widen
 from probe.store.tensors import Placed, Whole
 
@@ -24,16 +25,7 @@ INTERFACE = 2
 """How the compiled comparison is called here; a build that is called in another way is not used."""
 
 
-def _compiled() -> Any:
-    try:
-        from probe.measure import _elementwise
-    except ImportError:  # no compiler where the package was installed
-        return None
-    # A source tree may have moved on since it was built.
-    return _elementwise if getattr(_elementwise, "INTERFACE", 0) == INTERFACE else None
-
-
-compiled = _compiled()
+compiled = built("probe.measure._elementwise", INTERFACE)
 """The compiled comparison; None where there was no C compiler when the package was installed, or the build is older."""
 
 BLOCK = 1 << 18

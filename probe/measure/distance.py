@@ -25,16 +25,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from probe.built import built
 from probe.measure.series import Alignment, BoolArray, FloatArray, IntArray
 from probe.measure.side import Side
 from probe.point import Key, Kind
 from probe.reduction import SAMPLE
 from probe.store.layout import StepRows
 
-try:
-    from probe.measure import _sketches
-except ImportError:
-    _sketches = None  # type: ignore[assignment]
+INTERFACE = 1
+"""How the compiled distance is called here; a build that is called in another way is not used."""
+compiled = built("probe.measure._sketches", INTERFACE)
+"""The compiled distance; None where there was no C compiler when the package was installed, or the build is older."""
 
 TINY = 2.0**-100
 """An l2 norm below this counts as zero: a parameter that starts at zero, moved by one ulp, is 1e-45, and nothing is
@@ -156,9 +157,9 @@ def _squared_distance(
     The compiled module gives the same bits in half the time. Without it this goes block by block: what is between two
     sketches never leaves the cache.
     """
-    if _sketches is not None and divisor is None and baseline.dtype == candidate.dtype == np.float32:
+    if compiled is not None and divisor is None and baseline.dtype == candidate.dtype == np.float32:
         squared = np.empty(len(baseline))
-        _sketches.squared(np.ascontiguousarray(baseline), np.ascontiguousarray(candidate), squared)
+        compiled.squared(np.ascontiguousarray(baseline), np.ascontiguousarray(candidate), squared)
         return squared
     squared, kind = np.empty(len(baseline)), np.result_type(baseline, candidate)
     between = np.empty((min(_BLOCK, len(baseline)), baseline.shape[1]))

@@ -50,6 +50,8 @@ class CaptureLike(Protocol):
     def problems(self) -> tuple[str, ...]: ...
     def steps(self, rank: int) -> tuple[int, ...]: ...
     def rows(self, rank: int, step: int) -> StepRows: ...
+    def names(self, rank: int) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+        """Keys of a rank's first step, and their texts."""
 
 
 class View:
@@ -85,9 +87,22 @@ class View:
     def steps(self, rank: int) -> tuple[int, ...]:
         return self._capture.steps(rank)
 
+    def rows(self, rank: int, step: int) -> StepRows:
+        return self._capture.rows(rank, step)
+
+    def names(self, rank: int) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+        """Keys of a rank's first step, and their texts, as the subclass shows them."""
+        return names_in(self, rank)
+
     def across_ranks(self, step: int) -> bool:
         """Tell whether what one rank shows is made of other ranks' segments too, as seen at this step."""
         return isinstance(self._capture, View) and self._capture.across_ranks(step)
+
+
+def names_in(capture: CaptureLike, rank: int) -> tuple[tuple[Key, ...], tuple[str, ...]]:
+    """Read the keys of a rank's first step, and their texts."""
+    rows = capture.rows(rank, capture.steps(rank)[0])
+    return rows.keys, rows.text
 
 
 def perturbation(capture: CaptureLike) -> str:
