@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from probe.store.reader import open_capture
 from tests.recording import ENVIRONMENT, command, probe, record, run
@@ -149,30 +148,21 @@ def test_every_step_completed_before_a_kill_is_whole(tmp_path: Path) -> None:
             assert (capture.rows(0, step).sketch == whole.rows(0, step).sketch)[capture.rows(0, step).numel > 1].all()
 
 
-def test_a_full_disk_ends_recording_with_one_warning_and_not_the_training(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=65m", "tmpfs", str(disk)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("a small file system cannot be mounted here (needs root)")
-    try:
-        words = command("tiny.py", "--steps", "12", "--width", "48")
-        done = probe("record", "-o", str(disk / "c"), "--", *words)
-        steps = [json.loads(line)["step"] for line in done.stdout.splitlines()]
-        assert steps == list(range(1, 13))
-        assert done.returncode == 2
-        warnings = [line for line in done.stderr.splitlines() if "could not be stored" in line]
-        assert len(warnings) == 1
-        assert "recording stops here; training goes on" in warnings[0]
-        capture = open_capture(disk / "c")
-        assert 1 <= len(capture.steps(0)) < 12
-        for step in capture.steps(0):
-            assert len(capture.rows(0, step).keys) > 50
-        assert not list(disk.rglob("*.tmp"))
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_a_full_disk_ends_recording_with_one_warning_and_not_the_training(small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("65m")
+    words = command("tiny.py", "--steps", "12", "--width", "48")
+    done = probe("record", "-o", str(disk / "c"), "--", *words)
+    steps = [json.loads(line)["step"] for line in done.stdout.splitlines()]
+    assert steps == list(range(1, 13))
+    assert done.returncode == 2
+    warnings = [line for line in done.stderr.splitlines() if "could not be stored" in line]
+    assert len(warnings) == 1
+    assert "recording stops here; training goes on" in warnings[0]
+    capture = open_capture(disk / "c")
+    assert 1 <= len(capture.steps(0)) < 12
+    for step in capture.steps(0):
+        assert len(capture.rows(0, step).keys) > 50
+    assert not list(disk.rglob("*.tmp"))
 
 
 def test_strict_stops_the_training_when_a_step_cannot_be_stored(tmp_path: Path) -> None:

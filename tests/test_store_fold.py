@@ -15,6 +15,7 @@ from typing import Any
 import h5py
 import pytest
 from click.testing import CliRunner
+from killed import killed_script
 from step_rows import RUN_ID, as_comparable, forward_keys, make_capture, make_rows, random_tensor
 
 from probe import cli
@@ -349,23 +350,10 @@ def test_a_disk_that_fills_up_leaves_the_segments_and_nothing_else(
     assert contents(open_capture(path)) == held
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from probe.store.fold import fold
-calls, last = 0, int(sys.argv[2])
-def counted(real):
-    def call(*arguments):
-        global calls
-        calls += 1
-        if calls == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments)
-    return call
-os.pwrite, os.fsync, os.rename, os.unlink = map(counted, (os.pwrite, os.fsync, os.rename, os.unlink))
-fold(Path(sys.argv[1]) / "rank00000", (1, 2, 3), run_id=sys.argv[3], rank=0, world_size=1)
-print(calls)
-"""
+KILLED = killed_script(
+    "from probe.store.fold import fold",
+    'fold(Path(sys.argv[1]) / "rank00000", (1, 2, 3), run_id=sys.argv[3], rank=0, world_size=1)',
+)
 
 
 def test_killed_at_any_call_it_loses_nothing(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -312,33 +313,22 @@ def test_each_rank_folds_its_own_and_a_plan_may_ask_for_it(tmp_path: Path) -> No
     same_rows(plain, folded)
 
 
-def test_a_disk_too_full_to_fold_is_told_once_and_recording_goes_on(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=67m", "tmpfs", str(disk)], capture_output=True, check=False
+def test_a_disk_too_full_to_fold_is_told_once_and_recording_goes_on(small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("67m")
+    done = probe("record", "-o", str(disk / "c"), "--steps-per-file", "5", "--", *command("tiny.py", "--steps", "10"))
+    assert done.returncode == 0
+    # As it happens, and again at the end of the launch.
+    lines = {line for line in done.stderr.splitlines() if "one to a file" in line}
+    assert len(lines) == 1, done.stderr
+    message = (
+        r"probe: Rank 0 keeps some steps one to a file: Rank 0 is not packed into .*: it needs up to \d+ MiB, "
+        r"\d+ MiB of them to stay free, and \d+ MiB are left\. Free space, or move the capture to a larger disk\. "
+        r"Recording goes on\."
     )
-    if mounted.returncode:
-        pytest.skip("a small file system cannot be mounted here (needs root)")
-    try:
-        done = probe(
-            "record", "-o", str(disk / "c"), "--steps-per-file", "5", "--", *command("tiny.py", "--steps", "10")
-        )
-        assert done.returncode == 0
-        # As it happens, and again at the end of the launch.
-        lines = {line for line in done.stderr.splitlines() if "one to a file" in line}
-        assert len(lines) == 1, done.stderr
-        message = (
-            r"probe: Rank 0 keeps some steps one to a file: Rank 0 is not packed into .*: it needs up to \d+ MiB, "
-            r"\d+ MiB of them to stay free, and \d+ MiB are left\. Free space, or move the capture to a larger disk\. "
-            r"Recording goes on\."
-        )
-        assert re.fullmatch(message, lines.pop())
-        capture = open_capture(disk / "c")
-        assert (capture.steps(0), capture.problems) == (tuple(range(1, 11)), ())
-        assert not list(disk.rglob("*.tmp"))
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    assert re.fullmatch(message, lines.pop())
+    capture = open_capture(disk / "c")
+    assert (capture.steps(0), capture.problems) == (tuple(range(1, 11)), ())
+    assert not list(disk.rglob("*.tmp"))
 
 
 def test_the_key_of_a_plan_is_a_number_from_1_and_travels_beside_the_plan(tmp_path: Path) -> None:

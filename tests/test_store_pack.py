@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 from click.testing import CliRunner
+from killed import killed_script
 from step_rows import RUN_ID, as_comparable, forward_keys, make_capture, make_rows, random_tensor
 
 from probe import cli
@@ -340,23 +341,10 @@ def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(tmp_path: Path, mon
     same_as_recorded(path)
 
 
-KILLED = """
-import os, signal, sys
-from probe.store.pack import pack
-from probe.store.reader import open_capture
-calls, last = 0, int(sys.argv[2])
-def counted(real):
-    def call(*arguments):
-        global calls
-        calls += 1
-        if calls == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments)
-    return call
-os.pwrite, os.fsync, os.rename, os.unlink = map(counted, (os.pwrite, os.fsync, os.rename, os.unlink))
-list(pack(open_capture(sys.argv[1]), remove=True))
-print(calls)
-"""
+KILLED = killed_script(
+    "from probe.store.pack import pack\nfrom probe.store.reader import open_capture",
+    "list(pack(open_capture(sys.argv[1]), remove=True))",
+)
 
 
 def test_killed_at_any_call_it_loses_nothing_and_goes_on(tmp_path: Path) -> None:
