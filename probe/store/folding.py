@@ -30,6 +30,12 @@ it; so it is told where these lie."""
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
+def child_command() -> list[str]:
+    """Write the command line of the process that folds; what, it is told on stdin."""
+    places = dict.fromkeys(str(Path(str(each.__file__)).absolute().parent.parent) for each in _NEEDED)
+    return [sys.executable, "-I", "-S", "-c", _CHILD, *places]
+
+
 class FoldingWriter:
     """A `RankWriter` that leaves few files. Used by one thread at a time."""
 
@@ -87,10 +93,9 @@ class FoldingWriter:
             "rank": self._writer.rank,
             "world_size": self._writer.world_size,
         }
-        places = dict.fromkeys(str(Path(str(each.__file__)).absolute().parent.parent) for each in _NEEDED)
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _CHILD, *places],
+                child_command(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
